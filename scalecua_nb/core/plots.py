@@ -68,7 +68,7 @@ _STYLE = {
     "svg.fonttype": "path",
 }
 
-# %% ../../nbs/core/plots.ipynb #d3596828
+# %% ../../nbs/core/plots.ipynb #3df1476a
 @contextlib.contextmanager
 def style(
     **overrides,  # matplotlib rc parameters with `_` for `.`, e.g. font_size=12
@@ -80,6 +80,8 @@ def style(
             raise ValueError(f"style(): matplotlib has no setting '{name}'; write e.g. font_size for font.size")
     with mpl.rc_context({**_STYLE, **{known[name]: value for name, value in overrides.items()}}):
         yield
+        interactive = mpl.is_interactive()
+    mpl.interactive(interactive)  # Jupyter's backend, loaded by the first figure inside, turns it on for good
 
 # %% ../../nbs/core/plots.ipynb #f2870fab
 def headline(
