@@ -36,7 +36,7 @@ class Harness(Protocol):
     def parse(self, generation: Generation) -> ParsedTurn:
         "Read a reply. Never raises."
 
-# %% ../../nbs/agent/agents.ipynb #f7f8b362
+# %% ../../nbs/agent/agents.ipynb #81238618
 class TokenAgent:
     "A policy: harness, stream and engine. One instance runs one episode. Source: §3.4, Algorithm 2."
     def __init__(self,
@@ -64,7 +64,7 @@ class TokenAgent:
         if self.stream.full: return None
         i = len(self.turns) + 1
         ids, images = self.stream.prompt()
-        g = await self.engine.generate(self.session, ids, images, replace(self.sampling, seed=turn_seed(self.seed, i)))
+        g = await self.engine.generate(self.session, ids, images, replace(self.sampling, seed=turn_seed(self.seed, i), max_tokens=min(self.sampling.max_tokens, self.stream.room)))
         self.stream.reply(g.ids, g.logprobs, g.versions)
         p = self.harness.parse(g)
         turn = Turn(i, p.actions, reply=Reply(g.ids, p.text, g.logprobs, g.versions, g.finish), error=p.error, signal='done' if p.ends and g.finish == 'stop' else None)

@@ -39,7 +39,7 @@ class Limits:
     def __post_init__(self):
         if self.turns < 1: raise ValueError(f'limits.turns must be at least 1, got {self.turns}')
 
-# %% ../../nbs/agent/episode.ipynb #5afa5aa3
+# %% ../../nbs/agent/episode.ipynb #e7948edd
 async def run_episode(
     agent: Agent,              # who acts; begun and finished here, closed by the caller
     desktop: Desktop,          # a leased desktop
@@ -51,7 +51,7 @@ async def run_episode(
     "Run an agent on a desktop from reset to the end. Source: §1, §3.4 (Algorithm 2, lines 5 to 18)."
     ep = Episode(task.id, rollout_id, group_id); start = time.monotonic()
     try:
-        obs = await desktop.reset(task); ep.observations.append(obs)
+        obs = await desktop.reset(task); obs.turn = 0; ep.observations.append(obs)
         await agent.begin(task, obs)
         while ep.end is None:
             turn = await agent.act()
