@@ -6,9 +6,9 @@
 __all__ = ['SPECIAL_TOKENS', 'PAD', 'BOS', 'EOS', 'VISION_START', 'VISION_END', 'IMAGE_PAD', 'VIDEO_PAD', 'BANNED', 'PATCH',
            'MERGE', 'TOKEN_PIXELS', 'image_grid', 'tiny_config', 'build_tiny_model', 'tiny_image_processor']
 
-# %% ../../nbs/engine/tiny_model.ipynb #5e922c1b
+# %% ../../nbs/engine/tiny_model.ipynb #835fa418
 import torch
-from transformers import Qwen2VLImageProcessor, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 # %% ../../nbs/engine/tiny_model.ipynb #44e953f7
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")  # id = index
@@ -61,8 +61,8 @@ def build_tiny_model(
         model.model.language_model.norm.weight.fill_(0.25)
     return model.float().eval()
 
-# %% ../../nbs/engine/tiny_model.ipynb #ca23c51d
-def tiny_image_processor() -> Qwen2VLImageProcessor:
+# %% ../../nbs/engine/tiny_model.ipynb #2d15b2ee
+def tiny_image_processor() -> Qwen2VLImageProcessorPil:
     "The stock image processor with the tiny model's patch and merge sizes; screens whose sides patches tile are not resized."
-    return Qwen2VLImageProcessor(patch_size=PATCH, temporal_patch_size=2, merge_size=MERGE, image_mean=[0.5] * 3, image_std=[0.5] * 3,
+    return Qwen2VLImageProcessorPil(patch_size=PATCH, temporal_patch_size=2, merge_size=MERGE, image_mean=[0.5] * 3, image_std=[0.5] * 3,
                                  size={"shortest_edge": TOKEN_PIXELS**2, "longest_edge": 1024**2})
