@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['flatten', 'Tracker', 'read_metrics']
 
-# %% ../../nbs/core/track.ipynb #9eecae64
+# %% ../../nbs/core/track.ipynb #118258f6
 import csv
+import io
 import json
 import math
 import numbers
-import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import pandas as pd
 from tqdm.auto import tqdm
+
+from .tasks import write_atomic
 
 # %% ../../nbs/core/track.ipynb #3f479f04
 _NOT_FINITE = {"nan", "inf", "-inf"}
@@ -50,7 +52,7 @@ def _to_line(row: Mapping[str, Any]) -> str:
 def _from_line(line: str) -> dict:
     return {k: float(v) if isinstance(v, str) and v in _NOT_FINITE else v for k, v in json.loads(line).items()}
 
-# %% ../../nbs/core/track.ipynb #5f59cad0
+# %% ../../nbs/core/track.ipynb #0be47fc4
 class _Record:
     "metrics.jsonl and the metrics.csv made from it."
 
@@ -62,7 +64,7 @@ class _Record:
         self.columns = ["step"]
         for row in self.rows:
             self.columns += [key for key in row if key not in self.columns]
-        self._replace(self.lines, "".join(map(_to_line, self.rows)))
+        write_atomic(self.lines, "".join(map(_to_line, self.rows)).encode())
         self._write_table()
 
     def _read(self) -> list[dict]:
@@ -78,19 +80,12 @@ class _Record:
                 raise ValueError(f"{self.lines}, line {number} is no metrics row ({error}): mend or remove that line") from error
         return rows
 
-    @staticmethod
-    def _replace(path: Path, text: str) -> None:
-        part = path.with_name(path.name + ".part")
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-
     def _write_table(self) -> None:
-        part = self.table.with_name(self.table.name + ".part")
-        with open(part, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
-        os.replace(part, self.table)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self.columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_atomic(self.table, text.getvalue().encode())
 
     def append(self, row: dict) -> None:
         self.rows.append(row)
