@@ -13,8 +13,9 @@ from ..core.records import Observation
 from ..desktop.base import Desktop, DesktopError
 
 # %% auto #0
-__all__ = ['Pointer', 'Step', 'Script', 'Compiled', 'Node', 'nodes', 'Target', 'Act', 'Click', 'WaitFor', 'WaitFile', 'turn',
-           'click', 'wait_for', 'script_to_json', 'script_from_json', 'ScriptError', 'compile_script']
+__all__ = ['Pointer', 'Step', 'Script', 'Compiled', 'Node', 'nodes', 'Target', 'Act', 'Click', 'WaitFor', 'WaitWindow',
+           'WaitFile', 'turn', 'click', 'wait_for', 'window', 'script_to_json', 'script_from_json', 'ScriptError',
+           'compile_script']
 
 # %% ../../nbs/verigen/script.ipynb #6363d1c9
 class Node(BaseModel):
@@ -78,7 +79,7 @@ class Target(_Data):
         return ' '.join(filter(None, [self.role or 'node', self.name is not None and repr(self.name), self.contains and f'containing {self.contains!r}',
                                       self.within and f'within {self.within!r}', self.nth and f'(match {self.nth})']))
 
-# %% ../../nbs/verigen/script.ipynb #08f35616
+# %% ../../nbs/verigen/script.ipynb #6f38ac40
 Pointer = Literal['left_click', 'double_click', 'right_click', 'triple_click', 'mouse_move']
 
 class Act(_Data):
@@ -104,17 +105,25 @@ class WaitFor(_Data):
     then: tuple[Action, ...] = ()
     timeout: float = Field(15, gt=0, le=60)
 
+class WaitWindow(_Data):
+    "Wait until some window's title holds a text, or until none does."
+    step: Literal['wait_window'] = 'wait_window'
+    title: str = Field(min_length=1)
+    gone: bool = False
+    then: tuple[Action, ...] = ()
+    timeout: float = Field(20, gt=0, le=60)
+
 class WaitFile(_Data):
-    "Wait until a file changed since the script began, or since the last such wait for it."
+    "Wait until a file changed since the script began, or since the last such wait for it, and stays as it is."
     step: Literal['wait_file'] = 'wait_file'
     path: str = Field(min_length=1)
     timeout: float = Field(10, gt=0, le=60)
 
-Step = Annotated[Union[Act, Click, WaitFor, WaitFile], Field(discriminator='step')]
+Step = Annotated[Union[Act, Click, WaitFor, WaitWindow, WaitFile], Field(discriminator='step')]
 Script = list[Step]
 _script = TypeAdapter(Script)
 
-# %% ../../nbs/verigen/script.ipynb #552c5851
+# %% ../../nbs/verigen/script.ipynb #5ef7c414
 def _action(a) -> Action:
     if isinstance(a, str):
         kind, _, text = a.partition(':')
@@ -145,6 +154,14 @@ def wait_for(
     "Wait for a node of the accessibility tree."
     return WaitFor(target=Target(role=role, name=name, contains=contains, within=within), gone=gone, then=tuple(map(_action, then)), timeout=timeout)
 
+def window(
+    title: str,  # a part of the window's title
+    *then: Action | dict | str,  # actions once it is there (or gone)
+    gone: bool = False, timeout: float = 20,
+) -> WaitWindow:
+    "Wait for a window, or for its end."
+    return WaitWindow(title=title, gone=gone, then=tuple(map(_action, then)), timeout=timeout)
+
 # %% ../../nbs/verigen/script.ipynb #662e3725
 def script_to_json(
     script: Script,  # steps
@@ -164,7 +181,7 @@ def script_from_json(
         err = e.errors()[0]
         raise ValueError(f'script: step {".".join(map(str, err["loc"])) or "list"}: {err["msg"][:1].lower()}{err["msg"][1:]}') from None
 
-# %% ../../nbs/verigen/script.ipynb #c68b9ac1
+# %% ../../nbs/verigen/script.ipynb #d8e4517a
 class ScriptError(Exception):
     "A step of a script could not be carried out; the message says which and what was on the screen."
 
@@ -179,7 +196,11 @@ async def _until(look: Callable[[], Awaitable[Any]], timeout: float, pause: floa
         await asyncio.sleep(pause); pause = min(pause * 1.5, .5)
 
 async def _mtime(desktop: Desktop, path: str) -> str:
-    return (await desktop.run(['stat', '-c', '%Y %y %s', path], timeout=10)).stdout
+    return (await desktop.run(['stat', '-c', '%y %s', path], timeout=10)).stdout
+
+async def _titles(desktop: Desktop) -> list[str]:
+    lines = (await desktop.run(['wmctrl', '-l'], timeout=10)).stdout.splitlines()
+    return [line.split(None, 3)[3] for line in lines if len(line.split(None, 3)) == 4]
 
 def _find(target: Target, timeout: float, gone: bool, then: Callable[[Node | None, tuple[int, int]], list[Action]], number: int):
     async def step(desktop: Desktop, observation: Observation) -> list[Action]:
@@ -196,7 +217,7 @@ def _find(target: Target, timeout: float, gone: bool, then: Callable[[Node | Non
         return then(None if gone else node, desktop.size)
     return step
 
-# %% ../../nbs/verigen/script.ipynb #baa03fdb
+# %% ../../nbs/verigen/script.ipynb #0df03a24
 def compile_script(
     script: Script,       # steps
 ) -> list[Compiled]:      # what `ScriptedAgent` plays: each item is one turn
@@ -213,13 +234,24 @@ def compile_script(
         return then
     def waited(s: WaitFile, number: int):
         async def step(desktop, observation):
+            last = ''
             async def look():
-                now = await _mtime(desktop, s.path)
-                if now and now != changed.get(s.path):
-                    changed[s.path] = now
-                    return True
+                nonlocal last
+                before, last = last, await _mtime(desktop, s.path)
+                return last and last == before and last != changed.get(s.path)
             if not await _until(look, s.timeout, .05): raise ScriptError(f'step {number}: {s.path} did not change within {s.timeout:g} s')
+            changed[s.path] = last
             return [Screenshot()]
+        return step
+    def windowed(s: WaitWindow, number: int):
+        async def step(desktop, observation):
+            titles: list[str] = []
+            async def look():
+                titles[:] = await _titles(desktop)
+                return any(s.title in t for t in titles) != s.gone
+            if not await _until(look, s.timeout, .05):
+                raise ScriptError(f'step {number}: {"a" if s.gone else "no"} window called {s.title!r} after {s.timeout:g} s; there was {", ".join(map(repr, titles)) or "none"}')
+            return list(s.then) or [Screenshot()]
         return step
     def remembering(first: Compiled):
         async def step(desktop, observation):
@@ -230,6 +262,6 @@ def compile_script(
         if isinstance(s, Act): out.append(list(s.actions))
         elif isinstance(s, Click): out.append(_find(s.target, s.timeout, False, clicked(s), number))
         elif isinstance(s, WaitFor): out.append(_find(s.target, s.timeout, s.gone, lambda node, size, s=s: list(s.then) or [Screenshot()], number))
-        else: out.append(waited(s, number))
+        else: out.append((windowed if isinstance(s, WaitWindow) else waited)(s, number))
     if watched and out: out[0] = remembering(out[0])
     return out
