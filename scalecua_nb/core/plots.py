@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['PALETTE', 'COLOURS', 'MARKERS', 'PUBLISHED', 'style', 'headline', 'bootstrap_interval', 'band', 'beside', 'save']
 
-# %% ../../nbs/core/plots.ipynb #11e9bfdb
+# %% ../../nbs/core/plots.ipynb #2f26847b
 import contextlib
 import os
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -83,13 +84,16 @@ def style(
         interactive = mpl.is_interactive()
     mpl.interactive(interactive)  # Jupyter's backend, loaded by the first figure inside, turns it on for good
 
-# %% ../../nbs/core/plots.ipynb #f2870fab
+# %% ../../nbs/core/plots.ipynb #8f4597a5
 def headline(
     ax: Axes,
     finding: str,  # one sentence: what the picture shows
     detail: str = "",  # one line: of what, measured how, on how many
 ) -> Axes:
-    "Write the finding over `ax` in bold and, under it in grey, what it was measured on."
+    "Write the finding over `ax` in bold, broken to its width, and under it in grey what it was measured on."
+    place = ax.get_subplotspec()
+    share = len(place.colspan) / place.get_gridspec().ncols if place else ax.get_position().width
+    finding = textwrap.fill(finding, int(10.3 * share * ax.figure.get_figwidth()) - 2)
     ax.set_title(finding, pad=8 + (13 if detail else 0))
     if detail:
         ax.annotate(detail, (0, 1), (0, 5), xycoords="axes fraction", textcoords="offset points",
