@@ -101,17 +101,19 @@ def test(
     from scalecua_nb.dev.suite import run_suite
     raise SystemExit(run_suite(fast, only))
 
-# %% ../nbs/cli.ipynb #cdf91735
+# %% ../nbs/cli.ipynb #08f751d7
 @app.command()
 def export():
-    """Write every module from its notebook, delete modules whose notebook is gone, and clean all notebooks.
+    """Write every module from its notebook, delete modules whose notebook is gone, clean notebooks, list new pages in the sidebar.
 
     Edit notebooks, never modules; run this afterwards. `./scalecua test` checks that it was run.
     """
+    from scalecua_nb.dev.site import complete_sidebar
     from scalecua_nb.dev.sync import checkout, clean_notebooks, rewrite_library
-    cleaned, written = clean_notebooks(checkout()), rewrite_library(checkout())
-    for line in [*(f"{path} cleaned" for path in cleaned), *(f"{line}: repaired" for line in written)]: print(line)
-    if not cleaned and not written: print("Notebooks are clean, and the library is what they export.")
+    root = checkout()
+    repaired = [f"{path} was not clean" for path in clean_notebooks(root)] + rewrite_library(root) + complete_sidebar(root)
+    for line in repaired: print(f"repaired: {line}")
+    if not repaired: print("Notebooks are clean, and the library is what they export.")
 
 @app.command(context_settings=dict(allow_extra_args=True, ignore_unknown_options=True))
 def lab(context: typer.Context):

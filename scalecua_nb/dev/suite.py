@@ -6,12 +6,13 @@
 __all__ = ['NOTEBOOK_LIMIT', 'PARTS', 'run_notebook', 'check_notebooks', 'Outcome', 'run_part', 'command_part', 'check_sync',
            'summary', 'run_suite']
 
-# %% ../../nbs/dev/suite.ipynb #7eb03613
+# %% ../../nbs/dev/suite.ipynb #439305d0
 import os, shutil, signal, subprocess, sys, time, traceback
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
+from .site import complete_sidebar
 from .sync import checkout, notebooks, sync_problems
 
 # %% ../../nbs/dev/suite.ipynb #ab8bd509
@@ -46,7 +47,7 @@ def check_notebooks(
             if not passed: failed.append(path.stem)
     return not failed, f"{len(paths)} notebooks" + (f", failing: {' '.join(failed)}" if failed else "")
 
-# %% ../../nbs/dev/suite.ipynb #560add2a
+# %% ../../nbs/dev/suite.ipynb #2b38f228
 @dataclass
 class Outcome:
     "How one part of the suite went."
@@ -77,8 +78,8 @@ def command_part(
     return code == 0, "" if code == 0 else f"exit status {code}"
 
 def check_sync(root: Path) -> tuple[bool, str]:
-    "Notebooks and library agree, and notebooks are clean."
-    problems = sync_problems(root)
+    "Notebooks and library agree, notebooks are clean, and the sidebar of the site lists each."
+    problems = sync_problems(root) + complete_sidebar(root, write=False)
     for line in problems: print(line)
     if problems: print("\nTo repair: ./scalecua export   (edit notebooks, not modules: what was edited in a module by hand is overwritten;\n"
                        "`.venv/bin/nbdev_update` carries such an edit back into the notebook first)")
