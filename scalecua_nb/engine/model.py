@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['mrope_positions', 'sampling_logprobs', 'VisionLanguage', 'read_weights', 'load_weights']
 
-# %% ../../nbs/engine/model.ipynb #3a46305b
+# %% ../../nbs/engine/model.ipynb #0e64fe1a
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from ..core.records import ImageSpan
 from .base import EngineError
+from .text import hidden_at, short_cut_applies
 from .vision import FeatureCache, PatchSpec, image_features
 
 # %% ../../nbs/engine/model.ipynb #935b4a11
@@ -51,13 +52,14 @@ def sampling_logprobs(
     elif len(banned): z = z.index_fill(-1, torch.tensor(list(banned), device=z.device), -torch.inf)
     return z.log_softmax(-1)
 
-# %% ../../nbs/engine/model.ipynb #7af57a79
+# %% ../../nbs/engine/model.ipynb #48845dde
 class VisionLanguage:
     "A Hugging Face vision-language model, run the same way by engine and trainer. Raises EngineError for a model it cannot run."
     def __init__(self,
         model,                                   # a `...ForConditionalGeneration` of transformers
         processor=None,                          # its image processor; None: colours normalised by 0.5
         features: FeatureCache | None = None,    # shared with others while the vision tower is frozen; None: an own one
+        stock: bool = False,                     # only the model's own forwards: for layers that are wrapped (sharded, adapted)
     ):
         parts = [(model, "lm_head"), (getattr(model, "model", None), "visual"), (getattr(model, "model", None), "language_model")]
         if missing := [name for owner, name in parts if not hasattr(owner, name)]:
@@ -68,7 +70,8 @@ class VisionLanguage:
         self.model, self.spec = model, PatchSpec.of(model, processor)
         self.image_id, self.merge = model.config.image_token_id, self.spec.merge
         self.max_positions = text.max_position_embeddings
-        self.cache = features or FeatureCache(self.features)
+        self.cache = features if features is not None else FeatureCache(self.features)
+        self.stock = stock
         self._check_positions()
 
     def _check_positions(self):
@@ -84,7 +87,7 @@ class VisionLanguage:
 
     def features(self, images: Sequence[np.ndarray]) -> list[torch.Tensor]:
         "Image features, per picture [1 + deepstack levels, tokens, hidden], never from the cache; gradients flow."
-        return image_features(self.model, images, self.spec)
+        return image_features(self.model, images, self.spec, self.stock)
 
     def hidden(self,
         ids: torch.Tensor,                  # int64 [B, T]
@@ -92,15 +95,20 @@ class VisionLanguage:
         features: Sequence[torch.Tensor],   # of the pictures whose tokens are in `ids`, in reading order
         cache=None,                         # a `transformers` Cache of what came before
         mask: torch.Tensor | None = None,   # additive [B, 1, T, keys]; None: causal within T
-    ) -> torch.Tensor:                      # [B, T, hidden]
+        at: torch.Tensor | None = None,     # int64 [B, Q], the tokens whose states are wanted; None: all
+    ) -> torch.Tensor:                      # [B, T or Q, hidden]
         "Last hidden states."
-        text, extra = self.model.model.language_model, {}
+        text, where, deepstack = self.model.model.language_model, None, []
         x = text.embed_tokens(ids)
         if len(features):
             levels, where = torch.cat(list(features), 1).to(x.dtype), ids == self.image_id
             x = x.masked_scatter(where[..., None], levels[0])
-            if len(levels) > 1: extra = dict(visual_pos_masks=where, deepstack_visual_embeds=list(levels[1:]))
-        return text(inputs_embeds=x, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=cache is not None, **extra).last_hidden_state
+            deepstack = list(levels[1:])
+        if at is not None and ids.shape[1] > 1 and not self.stock and len(deepstack) < len(text.layers) and short_cut_applies(text):
+            return hidden_at(text, x, positions, at, cache, mask, where, deepstack)
+        extra = dict(visual_pos_masks=where, deepstack_visual_embeds=deepstack) if deepstack else {}
+        h = text(inputs_embeds=x, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=cache is not None, **extra).last_hidden_state
+        return h if at is None else h[torch.arange(len(h), device=h.device)[:, None], at]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         "Logits of hidden states [..., V]."

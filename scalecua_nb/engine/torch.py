@@ -64,7 +64,7 @@ def _groups(
         else: groups.append(rows); top = width
     return groups
 
-# %% ../../nbs/engine/torch.ipynb #dd179ffa
+# %% ../../nbs/engine/torch.ipynb #7c0d7b91
 class TorchEngine:
     "An engine in this process (see `engine.base.Engine`). One event loop at a time uses it."
     def __init__(self,
@@ -223,9 +223,9 @@ class TorchEngine:
                     if span.start >= r.cached: hashes.append(span.sha256); images[span.sha256] = observation.image
         features = self.vlm.cache.get(images) if images else {}
         mask = self.cache.prepare([r.session.slot for r in rows], starts, width, device, self.model.dtype)
-        hidden = self.vlm.hidden(torch.from_numpy(ids).to(device), torch.from_numpy(positions.copy()).to(device), [features[h] for h in hashes], self.cache, mask)
-        last = hidden[torch.arange(len(rows), device=device), torch.from_numpy(counts - 1).to(device)]
-        self._sample(rows, self.vlm.logits(last))
+        hidden = self.vlm.hidden(torch.from_numpy(ids).to(device), torch.from_numpy(positions.copy()).to(device), [features[h] for h in hashes], self.cache, mask,
+                                 at=torch.from_numpy(counts - 1).to(device)[:, None])
+        self._sample(rows, self.vlm.logits(hidden[:, 0]))
         self.stats["forwards"] += 1; self.stats["computed"] += int(counts.sum()); self.stats["sampled"] += len(rows)
 
     @property
