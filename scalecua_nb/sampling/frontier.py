@@ -28,7 +28,7 @@ def weighted_draw(
     "`n` positions drawn one after the other in proportion to their weights, without replacement."
     return np.argsort(-(log_weights + rng.gumbel(size=len(log_weights))))[:n]
 
-# %% ../../nbs/sampling/frontier.ipynb #adbb812f
+# %% ../../nbs/sampling/frontier.ipynb #ed0b5bfc
 class FrontierSampler(PoolSampler):
     "Draws tasks near a target success rate. Source: §3.3, Eq. 1 and 2; appendix D."
 
@@ -75,7 +75,7 @@ class FrontierSampler(PoolSampler):
         self._bucket[taken] = buckets
         missing, distance = size - len(inner), self._distance[edge]
         end = distance.min()
-        if distance.max() > end:
+        if np.count_nonzero(distance == end) < missing:
             end = np.partition(distance, missing - 1)[missing - 1]
         nearer, ties = edge[distance < end], edge[distance == end]
         return np.r_[inner, nearer, self._rng.choice(ties, missing - len(nearer), replace=False)]
