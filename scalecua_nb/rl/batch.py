@@ -163,7 +163,7 @@ def pad(
     return Padded(**{k: torch.from_numpy(a) for k, a in arrays.items()}, lengths=torch.tensor(lengths), advantage=column([i.advantage for i in items]),
                   weight=column([item_weight(i, counts, normaliser) for i in items]), images=[i.segment.images for i in items])
 
-# %% ../../nbs/rl/batch.ipynb #a7b995c7
+# %% ../../nbs/rl/batch.ipynb #6d3144e2
 _TOKENS = dict(ids=np.int32, mask=np.uint8, logp=np.float32, version=np.int32, turn=np.int32)
 
 def batch_to_bytes(batch: Batch) -> bytes:
@@ -190,7 +190,7 @@ def batch_from_bytes(
                               **{k: str(item[k]) for k in ('rollout_id', 'group_id', 'task_id')}), float(item['advantage']), float(item['reward']), int(item['rollout_tokens']))
                  for i, item in enumerate(head['items'])]
         counts = Counts(int(head['tokens']), int(head['rollouts']))
-    except (SafetensorError, ValueError, KeyError, TypeError, IndexError, AttributeError) as e: raise BatchError(f'{name}: not a batch ({type(e).__name__}: {e})') from None
+    except (SafetensorError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as e: raise BatchError(f'{name}: not a batch ({type(e).__name__}: {e})') from None
     images = {k.removeprefix('image.'): a for k, a in tensors.items() if k.startswith('image.')}
     for wrong, what in _faults(tensors, ends, items, images, counts):
         if wrong: raise BatchError(f'{name}: {what}')
