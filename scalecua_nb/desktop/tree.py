@@ -23,7 +23,7 @@ def tag(role: str) -> str:
     "An element's name from a role: 'push button' -> 'push-button'."
     return re.sub('[^a-z0-9-]', '', (role or 'unknown').lower().replace(' ', '-')) or 'unknown'
 
-# %% ../../nbs/desktop/tree.ipynb #3ea8cc3d
+# %% ../../nbs/desktop/tree.ipynb #de838a28
 class Reader:
     "Reads the tree of one desktop."
     def __init__(self):
@@ -38,42 +38,48 @@ class Reader:
 
     def desktop(self):
         "The whole tree as an element."
-        root = self.ET.Element('desktop-frame', name='main')
-        desk = self.A.get_desktop(0)
+        root, desk = self.ET.Element('desktop-frame', name='main'), self.A.get_desktop(0)
         for i in range(desk.get_child_count()):
             try:
-                if app := desk.get_child_at_index(i): self.node(app, root, 1, 0)
+                if app := desk.get_child_at_index(i): self.node(app, root, 1, (0, 0), None)
             except self.Error: continue
         return root
 
-    def node(self, a, parent, depth: int, offset: int):
-        "One accessible and what is below it."
+    def node(self, a, parent, depth: int, shift: tuple, box):
+        "One accessible and what is below it. `shift`: to be added to places that the toolkit reports wrongly; `box`: the parent's place."
         if self.nodes >= MAX_NODES or depth > MAX_DEPTH: return
         self.nodes += 1
-        A, states = self.A, [s.value_nick for s in a.get_state_set().get_states()]
+        states, faces = {s.value_nick for s in a.get_state_set().get_states()}, set(a.get_interfaces())
         role = tag(a.get_role_name())
         e = self.ET.SubElement(parent, role, name=clean(a.get_name() or ''))
-        for s in states: e.set(f'{{{NAMESPACES["st"]}}}{s}', 'true')
-        if depth == 1:
-            self.toolkit = a.get_toolkit_name() or ''
-        for k, v in (a.get_attributes() or {}).items():
-            if re.fullmatch('[A-Za-z_][A-Za-z0-9_.-]*', k) and v: e.set(f'{{{NAMESPACES["attr"]}}}{k}', clean(v))
-        faces = set(a.get_interfaces())
-        if 'Component' in faces and {'visible', 'showing'} <= set(states):
-            x = a.get_extents(A.CoordType.SCREEN)
-            e.set(f'{{{NAMESPACES["cp"]}}}screencoord', str((x.x, x.y + offset))); e.set(f'{{{NAMESPACES["cp"]}}}size', str((x.width, x.height)))
-        if 'Text' in faces:
-            n = A.Text.get_character_count(a)
-            if n: e.text = clean(A.Text.get_text(a, 0, min(n, MAX_TEXT)).replace('\ufffc', ''))
-        if 'Value' in faces:
-            for k in ('current', 'minimum', 'maximum'): e.set(f'{{{NAMESPACES["val"]}}}{"value" if k == "current" else k[:3]}', str(getattr(A.Value, f'get_{k}_value')(a)))
-        if 'Action' in faces:
-            for i in range(min(A.Action.get_n_actions(a), 8)):
-                name = re.sub('[^a-z0-9]', '_', (A.Action.get_action_name(a, i) or 'action').lower())
-                e.set(f'{{{NAMESPACES["act"]}}}{name}_desc', clean(A.Action.get_action_description(a, i) or '')); e.set(f'{{{NAMESPACES["act"]}}}{name}_kb', clean(A.Action.get_key_binding(a, i) or ''))
+        for s in sorted(states): e.set(f'{{{NAMESPACES["st"]}}}{s}', 'true')
+        if {'visible', 'showing'} <= states:
+            attributes = a.get_attributes() or {}
+            for k, v in attributes.items():
+                if re.fullmatch('[A-Za-z_][A-Za-z0-9_.-]*', k) and v: e.set(f'{{{NAMESPACES["attr"]}}}{k}', clean(v))
+            if 'Component' in faces:
+                x, own = a.get_extents(self.A.CoordType.SCREEN), attributes.get('toolkit') == 'gtk'
+                if role == 'root-pane' and not own and box and (x.width, x.height) == (box.width, box.height): shift = box.x - x.x, box.y - x.y
+                dx, dy = (0, 0) if own else shift
+                e.set(f'{{{NAMESPACES["cp"]}}}screencoord', str((x.x + dx, x.y + dy)))
+                e.set(f'{{{NAMESPACES["cp"]}}}size', str((x.width, x.height)))
+                box = x
+            self.details(a, e, role, faces)
         for child in self.children(a, faces, states):
-            try: self.node(child, e, depth + 1, offset)
+            try: self.node(child, e, depth + 1, shift, box)
             except self.Error: continue
+
+    def details(self, a, e, role: str, faces: set):
+        "Text, value and actions of something showing."
+        A = self.A
+        if 'Text' in faces and (n := A.Text.get_character_count(a)): e.text = clean(A.Text.get_text(a, 0, min(n, MAX_TEXT)).replace('\ufffc', ''))
+        if 'Value' in faces and role != 'table-cell':
+            for k, name in (('current', 'value'), ('minimum', 'min'), ('maximum', 'max')): e.set(f'{{{NAMESPACES["val"]}}}{name}', str(getattr(A.Value, f'get_{k}_value')(a)))
+        if 'Action' in faces and role != 'table-cell':
+            for i in range(min(A.Action.get_n_actions(a), 4)):
+                name = re.sub('[^a-z0-9]', '_', (A.Action.get_action_name(a, i) or 'action').lower())
+                e.set(f'{{{NAMESPACES["act"]}}}{name}_desc', clean(A.Action.get_action_description(a, i) or ''))
+                e.set(f'{{{NAMESPACES["act"]}}}{name}_kb', clean(A.Action.get_key_binding(a, i) or ''))
 
     def children(self, a, faces, states):
         "The children worth reading: of a large table, those showing."
