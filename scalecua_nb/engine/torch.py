@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TorchEngine']
 
-# %% ../../nbs/engine/torch.ipynb #917c39df
+# %% ../../nbs/engine/torch.ipynb #3012050c
 import asyncio
 import threading
 from collections import Counter, OrderedDict, deque
@@ -18,7 +18,7 @@ from ..core.records import Generation, ImageSpan, Observation
 from .base import EngineError, Images, Sampling
 from .draw import draw, noise_key, uniform
 from .kv import SlotCache
-from .model import VisionLanguage, load_weights, mrope_positions, sampling_logprobs
+from .model import VisionLanguage, load_weights, mrope_positions, rectangles, sampling_logprobs
 
 # %% ../../nbs/engine/torch.ipynb #bf504801
 class _Session:
@@ -49,22 +49,7 @@ class _Row:
         self.session, self.cached, self.shift = None, 0, 0
         self.drawn, self.logprobs, self.versions = [], [], []
 
-# %% ../../nbs/engine/torch.ipynb #23382000
-def _groups(
-    pending: Sequence[int],   # tokens to compute, per row
-    overhead: int = 512,      # what a forward costs, in tokens
-) -> list[list[int]]:         # row numbers; widest group first
-    order = sorted(range(len(pending)), key=lambda i: -pending[i])
-    groups: list[list[int]] = []
-    widths: dict[int, list[int]] = {}
-    for i in order: widths.setdefault(pending[i], []).append(i)
-    top = 0
-    for width, rows in widths.items():
-        if groups and len(rows) * (top - width) <= overhead and width > 1: groups[-1] += rows
-        else: groups.append(rows); top = width
-    return groups
-
-# %% ../../nbs/engine/torch.ipynb #7c0d7b91
+# %% ../../nbs/engine/torch.ipynb #65e8841a
 class TorchEngine:
     "An engine in this process (see `engine.base.Engine`). One event loop at a time uses it."
     def __init__(self,
@@ -200,10 +185,10 @@ class TorchEngine:
 
     def _step(self):
         rows = self._active
-        for group in _groups([r.n - r.cached for r in rows]): self._forward(sorted((rows[i] for i in group), key=lambda r: r.session.slot))
+        for group in rectangles([r.n - r.cached for r in rows]): self._forward(sorted((rows[i] for i in group), key=lambda r: r.session.slot))
         self._active = [r for r in rows if not self._finished(r)]
 
-    @torch.inference_mode()
+    @torch.no_grad()                                              # not inference_mode: a trainer may share the cached features
     def _forward(self, rows):
         "Compute what the rows have pending and sample a token for each."
         counts = np.array([r.n - r.cached for r in rows]); width = int(counts.max())
