@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-# %% ../../nbs/sampling/base.ipynb #f01548e4
+# %% ../../nbs/sampling/base.ipynb #7f169239
 @dataclass(frozen=True, slots=True)
 class Draw:
     "A task to roll out, and why it was chosen."
@@ -50,6 +50,9 @@ class Sampler(Protocol):
 
     def draw(self, n: int, exclude: Collection[str] = ()) -> list[Draw]:
         "`n` different tasks, none of `exclude` (those in flight)."
+
+    def available(self, exclude: Collection[str] = ()) -> int:
+        "How many tasks `draw` could return now."
 
     def keep(self, group: Outcome) -> bool:
         "Whether a finished group goes into the batch; if not, the loop draws another task in its place."
