@@ -17,19 +17,31 @@ from .keyboard import Keyboard, keysym_of_char, parse_keys
 from .x11 import Window, XConnection
 
 # %% auto #0
-__all__ = ['POLL', 'IDLE', 'BUTTONS', 'WHEEL', 'STILL', 'Settle', 'Probe']
+__all__ = ['STILL', 'POLL', 'IDLE', 'BUTTONS', 'WHEEL', 'Settle', 'Probe']
 
-# %% ../../nbs/desktop/probe.ipynb #7117495e
+# %% ../../nbs/desktop/probe.ipynb #644fa47d
 @dataclass(frozen=True)
 class Settle:
     "How long to wait after an action."
     quiet: float = .12                       # seconds without a change, after a turn's last action
     between: float = .05                     # the same, between the actions of one turn
+    key: float = .3                          # the same, after a key that may activate something, anywhere in a turn
     limit: float = 2.                        # seconds, at most
     confirm: float = .03                     # seconds over which programs must be idle; 0: do not ask
 
-# %% ../../nbs/desktop/probe.ipynb #0a514916
-POLL, IDLE = .01, .3                         # seconds between two looks; share of one processor below which programs count as idle
+    def after(self,
+        action: Action,
+        last: bool,                          # the last of its turn
+    ) -> float:                              # seconds without a change; 0: no need to wait
+        "How long the screen must stand still after an action."
+        if isinstance(action, STILL): return 0
+        if isinstance(action, (A.Key, A.HoldKey)) or isinstance(action, A.Type) and action.text.endswith('\n'): return self.key
+        return self.quiet if last else self.between
+
+STILL = (A.Screenshot, A.CursorPosition, A.Wait, A.Done, A.Fail, A.Answer, A.WriteFile)     # actions that put nothing on the screen
+
+# %% ../../nbs/desktop/probe.ipynb #2b254216
+POLL, IDLE = .01, .2                         # seconds between two looks; share of one processor below which programs count as idle
 
 class Probe:
     "Looks at one X server's screen and acts on it."
@@ -148,7 +160,7 @@ async def drag(self: Probe, to: tuple[int, int], steps: int = 12) -> None:
     await asyncio.sleep(.05)                 # a drop target lights up
     self.x.fake(5, 1); await self.x.sync()
 
-# %% ../../nbs/desktop/probe.ipynb #187ea5b0
+# %% ../../nbs/desktop/probe.ipynb #2fb8f432
 @patch
 async def perform(self: Probe,
     action: Action,                          # any action
@@ -173,5 +185,3 @@ async def perform(self: Probe,
         case A.Wait(): await asyncio.sleep(action.duration)
         case A.CursorPosition(): return '({}, {})'.format(*to_grid(await self.x.pointer(), self.size))
     return ''
-
-STILL = (A.Screenshot, A.CursorPosition, A.Wait, A.Done, A.Fail, A.Answer, A.WriteFile)     # actions the screen need not settle after

@@ -23,10 +23,12 @@ def tag(role: str) -> str:
     "An element's name from a role: 'push button' -> 'push-button'."
     return re.sub('[^a-z0-9-]', '', (role or 'unknown').lower().replace(' ', '-')) or 'unknown'
 
-# %% ../../nbs/desktop/tree.ipynb #de838a28
+# %% ../../nbs/desktop/tree.ipynb #58f684cc
 class Reader:
     "Reads the tree of one desktop."
-    def __init__(self):
+    def __init__(self,
+        showing: bool = False,               # only what shows, with name, states and place
+    ):
         import gi
         gi.require_version('Atspi', '2.0')
         from gi.repository import Atspi, GLib
@@ -34,7 +36,7 @@ class Reader:
         for k, v in NAMESPACES.items(): ET.register_namespace(k, v)
         Atspi.init()
         Atspi.set_timeout(1500, 4000)
-        self.A, self.ET, self.Error, self.nodes = Atspi, ET, GLib.Error, 0
+        self.A, self.ET, self.Error, self.nodes, self.showing = Atspi, ET, GLib.Error, 0, showing
 
     def desktop(self):
         "The whole tree as an element."
@@ -49,13 +51,15 @@ class Reader:
         "One accessible and what is below it. `shift`: to be added to places that the toolkit reports wrongly; `box`: the parent's place."
         if self.nodes >= MAX_NODES or depth > MAX_DEPTH: return
         self.nodes += 1
-        states, faces = {s.value_nick for s in a.get_state_set().get_states()}, set(a.get_interfaces())
+        states = {s.value_nick for s in a.get_state_set().get_states()}
+        if self.showing and depth > 1 and 'showing' not in states: return
+        faces = set(a.get_interfaces())
         role = tag(a.get_role_name())
         e = self.ET.SubElement(parent, role, name=clean(a.get_name() or ''))
         for s in sorted(states): e.set(f'{{{NAMESPACES["st"]}}}{s}', 'true')
         if {'visible', 'showing'} <= states:
             attributes = a.get_attributes() or {}
-            for k, v in attributes.items():
+            for k, v in ({} if self.showing else attributes).items():
                 if re.fullmatch('[A-Za-z_][A-Za-z0-9_.-]*', k) and v: e.set(f'{{{NAMESPACES["attr"]}}}{k}', clean(v))
             if 'Component' in faces:
                 x, own = a.get_extents(self.A.CoordType.SCREEN), attributes.get('toolkit') == 'gtk'
@@ -64,7 +68,7 @@ class Reader:
                 e.set(f'{{{NAMESPACES["cp"]}}}screencoord', str((x.x + dx, x.y + dy)))
                 e.set(f'{{{NAMESPACES["cp"]}}}size', str((x.width, x.height)))
                 box = x
-            self.details(a, e, role, faces)
+            if not self.showing: self.details(a, e, role, faces)
         for child in self.children(a, faces, states):
             try: self.node(child, e, depth + 1, shift, box)
             except self.Error: continue
@@ -103,7 +107,7 @@ class Reader:
 
 def main():
     "Print the tree."
-    reader = Reader()
+    reader = Reader('--showing' in sys.argv)
     sys.stdout.buffer.write(reader.ET.tostring(reader.desktop(), encoding='utf-8'))
 
 if __name__ == '__main__' and sys.argv[0].endswith('tree.py'): main()

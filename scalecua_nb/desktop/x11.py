@@ -13,7 +13,7 @@ from .base import DesktopError
 # %% auto #0
 __all__ = ['ORDER', 'X_TIMEOUT', 'XError', 'XConnection', 'Window']
 
-# %% ../../nbs/desktop/x11.ipynb #734b5490
+# %% ../../nbs/desktop/x11.ipynb #cd18f5bf
 ORDER = {'little': b'l', 'big': b'B'}[sys.byteorder]
 X_TIMEOUT = 20.                              # seconds; generous, since the caller's event loop may itself have been busy
 
@@ -30,13 +30,13 @@ class XConnection:
     ) -> XConnection:
         "Connect. Raises `DesktopError` where no server answers."
         self = cls(); self._seq, self._atoms, self.remapped = 0, {}, False
-        try:
-            async with asyncio.timeout(X_TIMEOUT):
-                self._r, self._w = await asyncio.open_unix_connection(path)
-                self._w.write(struct.pack('=c x H H H H 2x', ORDER, 11, 0, 0, 0))
-                ok, _, _, _, words = struct.unpack('=BBHHH', await self._r.readexactly(8))
-                body = await self._r.readexactly(4 * words)
-        except (OSError, EOFError, TimeoutError) as e: raise DesktopError(f'the X server at {path} does not answer ({type(e).__name__})') from None
+        async def greet():
+            self._r, self._w = await asyncio.open_unix_connection(path)
+            self._w.write(struct.pack('=c x H H H H 2x', ORDER, 11, 0, 0, 0))
+            ok, _, _, _, words = struct.unpack('=BBHHH', await self._r.readexactly(8))
+            return ok, await self._r.readexactly(4 * words)
+        try: ok, body = await asyncio.wait_for(greet(), X_TIMEOUT)
+        except (OSError, EOFError, asyncio.TimeoutError) as e: raise DesktopError(f'the X server at {path} does not answer ({type(e).__name__})') from None
         if ok != 1: raise DesktopError(f'the X server at {path} refused the connection: {body.decode("latin1").strip()[:100]}')
         vendor, formats = struct.unpack_from('=H', body, 16)[0], body[21]
         at = 32 + (vendor + 3 & ~3) + 8 * formats
@@ -50,7 +50,7 @@ class XConnection:
         "Hang up. Idempotent."
         with suppress(RuntimeError): self._w.close()      # the event loop may be gone already
 
-# %% ../../nbs/desktop/x11.ipynb #fec7f459
+# %% ../../nbs/desktop/x11.ipynb #5bc028cc
 @patch
 def send(self: XConnection,
     opcode: int,                             # major opcode
@@ -63,21 +63,23 @@ def send(self: XConnection,
     self._w.write(struct.pack('=BBH', opcode, detail, 1 + len(data) // 4) + data)
 
 @patch
+async def _answer(self: XConnection, want: int) -> bytes:
+    "Read up to the answer with this number."
+    while True:
+        head = await self._r.readexactly(32)
+        kind, seq = head[0], struct.unpack_from('=H', head, 2)[0]
+        if kind == 1: head += await self._r.readexactly(4 * struct.unpack_from('=I', head, 4)[0])
+        if kind & 127 == 34: self.remapped = True
+        if kind in (0, 1) and seq == want: return head
+
+@patch
 async def ask(self: XConnection, opcode: int, detail: int = 0, data: bytes = b'') -> bytes:
     "One request and its answer. Raises `XError` where the server refuses it, `DesktopError` where it is gone."
     self.send(opcode, detail, data)
-    want = self._seq & 0xffff
-    try:
-        async with asyncio.timeout(X_TIMEOUT):
-            while True:
-                head = await self._r.readexactly(32)
-                kind, seq = head[0], struct.unpack_from('=H', head, 2)[0]
-                if kind == 1: head += await self._r.readexactly(4 * struct.unpack_from('=I', head, 4)[0])
-                if kind & 127 == 34: self.remapped = True
-                if kind in (0, 1) and seq == want:
-                    if kind: return head
-                    raise XError(f'X error {head[1]} on request {opcode}')
-    except (OSError, EOFError, TimeoutError) as e: raise DesktopError(f'the X server stopped answering ({type(e).__name__})') from None
+    try: head = await asyncio.wait_for(self._answer(self._seq & 0xffff), X_TIMEOUT)
+    except (OSError, EOFError, asyncio.TimeoutError) as e: raise DesktopError(f'the X server stopped answering ({type(e).__name__})') from None
+    if head[0] == 0: raise XError(f'X error {head[1]} on request {opcode}')
+    return head
 
 @patch
 async def sync(self: XConnection) -> None:
@@ -120,7 +122,7 @@ def remap(self: XConnection,
     "Change what neighbouring keys produce, in one request."
     self.send(100, len(keysyms), struct.pack(f'=BB2x{2 * len(keysyms)}I', keycode, 2, *(k for pair in keysyms for k in pair)))
 
-# %% ../../nbs/desktop/x11.ipynb #4b39636b
+# %% ../../nbs/desktop/x11.ipynb #648559c3
 @dataclass(slots=True)
 class Window:
     "A window as its program presents it."
@@ -143,11 +145,11 @@ async def prop(self: XConnection, window: int, name: str, words: int = 1024) -> 
 
 @patch
 async def windows(self: XConnection) -> list[Window]:
-    "The application windows, oldest first."
+    "The application windows, oldest first; no panels, no splash screens."
     ids = await self.prop(self.root, '_NET_CLIENT_LIST'); out = []
     for w in struct.unpack(f'={len(ids) // 4}I', ids[:len(ids) & ~3]):
         with suppress(XError):               # closed while we looked
-            if set(struct.unpack(f'={len(t := await self.prop(w, "_NET_WM_WINDOW_TYPE")) // 4}I', t)) & set([await self.atom(f'_NET_WM_WINDOW_TYPE_{n}') for n in ('DOCK', 'DESKTOP')]): continue
+            if set(struct.unpack(f'={len(t := await self.prop(w, "_NET_WM_WINDOW_TYPE")) // 4}I', t)) & set([await self.atom(f'_NET_WM_WINDOW_TYPE_{n}') for n in ('DOCK', 'DESKTOP', 'SPLASH')]): continue
             title = await self.prop(w, '_NET_WM_NAME') or await self.prop(w, 'WM_NAME')
             cls = b'.'.join((await self.prop(w, 'WM_CLASS')).split(b'\0')[:2])
             width, height = struct.unpack_from('=HH', await self.ask(14, data=struct.pack('=I', w)), 16)
