@@ -211,7 +211,7 @@ def add_filter(rng: random.Random) -> Draft:
                  [('the last column left out', do(on(f'{t.ref(-1, 0)}:{t.ref(n - 1, last - 1)}'))), ('switched on and off again', do([*on(area), *on(area)])), ('not saved', do(on(area), save=False))],
                  dict(file=t.file, range=area))
 
-# %% ../../nbs/verigen/calc_formats.ipynb #bbdfc494
+# %% ../../nbs/verigen/calc_formats.ipynb #f6ea3d8b
 merged_title = judge('merged_title', 'The merged ranges of every sheet, and the values.', GRID + '''
     return {"merged": {sheet.title: sorted(str(r) for r in sheet.merged_cells.ranges) for sheet in book.worksheets if sheet.merged_cells.ranges},
             "sheets": {sheet.title: grid(sheet) for sheet in book.worksheets}}
@@ -226,7 +226,7 @@ merged_title = judge('merged_title', 'The merged ranges of every sheet, and the 
 def merge_title(rng: random.Random) -> Draft:
     "The title cell spans the width of the table."
     t = draw_table(rng, title=True); last = get_column_letter(len(t.headers)); area = f'A1:{last}1'; short = f'A1:{get_column_letter(len(t.headers) - 1)}1'
-    merge = lambda area: [turn(*goto(area)), click('Merge and Center Cells', role='toggle-button')]
+    merge = lambda area: [turn(*goto(area)), click('Merge and Center Cells', role='push-button')]
     do = lambda steps, save=True: [opened(t), *steps, *(saved(t) if save else [])]
     return Draft(phrase(rng, t, f'Merge the cells {area}, so that the title "{t.title}" spans the whole table.', f'The title in A1 should stretch over the table\'s width: merge {area} into one cell and keep the text.'),
                  setup(t), merged_title, dict(path=t.path), dict(sheet=t.sheet, range=area, sheets=t.values()), do(merge(area)),

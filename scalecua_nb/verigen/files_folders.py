@@ -14,7 +14,7 @@ files = Grammar('files', domain='os')
 
 # %% auto #0
 __all__ = ['files', 'HOME', 'DOCUMENTS', 'FOLDERS', 'STEMS', 'SUBFOLDERS', 'WORDS', 'folder_tree', 'lines_of', 'Folder',
-           'draw_folder', 'manager', 'icon', 'named', 'location', 'rename_file', 'make_folder', 'carried', 'move_file',
+           'draw_folder', 'manager', 'pick', 'named', 'location', 'rename_file', 'make_folder', 'carried', 'move_file',
            'copy_file', 'delete_file', 'played', 'laid_out']
 
 # %% ../../nbs/verigen/files_folders.ipynb #b456135f
@@ -88,14 +88,14 @@ def check_folder_tree(result, expected, **options):
     return 1.0 if result == expected["tree"] else 0.0
 ''')
 
-# %% ../../nbs/verigen/files_folders.ipynb #2267668c
+# %% ../../nbs/verigen/files_folders.ipynb #ec660289
 def manager(folder: str) -> list[dict[str, Any]]:
     "Set-up steps that open a folder in the file manager."
     return [dict(type='launch', parameters=dict(command=['pcmanfm', folder])), dict(type='activate_window', parameters=dict(window_name=folder.rpartition('/')[2]))]
 
-def icon(name: str, *then) -> Any:
-    "Click a file's icon."
-    return click(name, *then, role='icon')
+def pick(name: str, *then) -> Any:
+    "Click a file in the list."
+    return click(name, *then, role='table-cell')
 
 def named(title: str, name: str) -> Script:
     "Answer the dialog that asks for a name."
@@ -105,13 +105,13 @@ def location(path: str) -> Any:
     "Go to a folder by the location bar."
     return turn('key:ctrl+l', 'key:ctrl+a', f'type:{path}', 'key:Return')
 
-# %% ../../nbs/verigen/files_folders.ipynb #c96410ab
+# %% ../../nbs/verigen/files_folders.ipynb #cdb81851
 @files.template('easy', 4)
 def rename_file(rng: random.Random) -> Draft:
     "The file has its new name and its content; nothing else changed."
     f = draw_folder(rng); old, other = rng.sample(sorted(f.files), 2); ending = old.rpartition('.')[2]
     new = f'{rng.choice([s for s in STEMS if not any(n.startswith(s) for n in f.files)])}_{rng.randint(2, 99)}.{ending}'
-    def rename(what, to): return [window(f.name), icon(what, 'key:F2'), *named('Rename', to)]
+    def rename(what, to): return [window(f.name), pick(what, 'key:F2'), *named('Rename', to)]
     return Draft(rng.choice([f'In the folder {f.path}, rename the file {old} to {new}.', f'The file {old} in {f.path} should be called {new} from now on. Rename it.', f'Give {f.path}/{old} the new name {new}; keep it in the same folder.']),
                  f.setup(*manager(f.path)), folder_tree, dict(folder=f.path), dict(tree=f.tree({old: None, new: f.files[old]})), rename(old, new),
                  [('another file renamed', rename(other, new)), ('without the ending', rename(old, new.rpartition('.')[0])), ('a second file renamed too', [*rename(old, new), *rename(other, f'old_{other}')])],
@@ -130,10 +130,10 @@ def make_folder(rng: random.Random) -> Draft:
                  [('misspelt', make(name + 's', parent)), ('in the wrong place', make(name, '' if inside else f.subfolders[0])), ('a folder too many', [*make(name, parent), turn('key:ctrl+shift+n'), *named('New Folder', 'temp')])],
                  dict(folder=f.path, new=rel))
 
-# %% ../../nbs/verigen/files_folders.ipynb #ed12f821
+# %% ../../nbs/verigen/files_folders.ipynb #699b8fa8
 def carried(f: Folder, name: str, to: str, key: str) -> Script:
     "Cut or copy a file and paste it into a subfolder."
-    return [window(f.name), icon(name, f'key:{key}'), location(f'{f.path}/{to}'), window(to), turn('key:ctrl+v'), WaitFile(path=f'{f.path}/{to}/{name}')]
+    return [window(f.name), pick(name, f'key:{key}'), location(f'{f.path}/{to}'), window(to), turn('key:ctrl+v'), WaitFile(path=f'{f.path}/{to}/{name}')]
 
 @files.template('easy', 5)
 def move_file(rng: random.Random) -> Draft:
@@ -153,12 +153,12 @@ def copy_file(rng: random.Random) -> Draft:
                  [('moved, not copied', carried(f, name, to, 'ctrl+x')), ('into the other folder', carried(f, name, wrong, 'ctrl+c')), ('another file copied', carried(f, other, to, 'ctrl+c'))],
                  dict(folder=f.path, file=name, to=to))
 
-# %% ../../nbs/verigen/files_folders.ipynb #929e333a
+# %% ../../nbs/verigen/files_folders.ipynb #b00024a6
 @files.template('easy', 3)
 def delete_file(rng: random.Random) -> Draft:
     "The file is gone from the folder and every other one is as it was."
     f = draw_folder(rng); name, other = rng.sample(sorted(f.files), 2)
-    def delete(name): return [window(f.name), icon(name, 'key:shift+Delete'), window('Confirm', {'action': 'key', 'text': 'Return'}), WaitFile(path=f'{f.path}/{name}', gone=True)]
+    def delete(name): return [window(f.name), pick(name, 'key:shift+Delete'), window('Confirm', {'action': 'key', 'text': 'Return'}), WaitFile(path=f'{f.path}/{name}', gone=True)]
     return Draft(rng.choice([f'Delete the file {name} from {f.path}; all other files must stay.', f'The file {f.path}/{name} is no longer needed. Remove it, and only it. It does not matter whether it ends in the wastebasket.']),
                  f.setup(*manager(f.path)), folder_tree, dict(folder=f.path), dict(tree=f.tree({name: None})), delete(name),
                  [('another file deleted', delete(other)), ('a second file deleted too', [*delete(name), *delete(other)])],

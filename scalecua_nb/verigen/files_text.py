@@ -156,12 +156,12 @@ def replace_word(rng: random.Random) -> Draft:
                  [('one place left', do(*all_[:-1])), ('the longer word changed too', do(*all_, naive)), ('misspelt', do(*[put(i, new[:-1]) for i in hits])), ('not saved', do(*all_)[:-2])],
                  dict(path=path, old=old, new=new))
 
-# %% ../../nbs/verigen/files_text.ipynb #67222443
+# %% ../../nbs/verigen/files_text.ipynb #1297edc1
 @files.template('medium', 6)
 def write_note(rng: random.Random) -> Draft:
     "The new file has the two given lines."
     name = f'{rng.choice(STEMS)}_{rng.randint(10, 99)}.txt'; path = f'{DOCUMENTS}/{name}'; a, b = lines_of(rng, 2).splitlines()
-    def write(lines, name): return [window('Mousepad'), turn(*[x for l in lines for x in (f'type:{l}', 'key:Return')], 'key:ctrl+s'), window('Save As'), turn('key:ctrl+a', f'type:{DOCUMENTS}/{name}', 'key:Return'), WaitFile(path=f'{DOCUMENTS}/{name}')]
+    def write(lines, name): return [window('Mousepad'), turn(*[x for l in lines for x in (f'type:{l}', 'key:Return')], 'key:ctrl+s'), window('Save As'), turn('key:ctrl+a', f'type:{DOCUMENTS}/{name}'), turn('key:Return'), WaitFile(path=f'{DOCUMENTS}/{name}')]
     return Draft(rng.choice([f'Write a text file {path} with exactly two lines. The first line is "{a}", the second "{b}" (without the quotes).', f'Using the open text editor, create the file {name} in the Documents folder. Line 1: {a}. Line 2: {b}. No full stops, nothing else.']),
                  [dict(type='execute', parameters=dict(command=['mkdir', '-p', DOCUMENTS])), dict(type='launch', parameters=dict(command=['mousepad'])), dict(type='activate_window', parameters=dict(window_name='Mousepad'))],
                  text_lines, dict(path=path), dict(lines=[a, b]), write([a, b], name),
