@@ -95,7 +95,7 @@ class SandboxDesktop:
         self.folder = self.probe = self.channel = None
         self._processes, self._turn, self._fresh, self._closed = [], 0, False, False
 
-# %% ../../nbs/desktop/sandbox.ipynb #a9d3aa75
+# %% ../../nbs/desktop/sandbox.ipynb #da291f25
 @patch
 async def start(self: SandboxDesktop) -> SandboxDesktop:
     "Boot, where it is not running yet. Raises `DesktopError`."
@@ -162,7 +162,7 @@ async def _boot(self: SandboxDesktop):
         with theirs: display, apps = await asyncio.gather(display, bubble([*inside, '--chdir', HOME, '--', '/usr/bin/python3', '-I', '-S', '/opt/desktop/session.py', json.dumps(config)],
                                                                          (theirs.fileno(),), stdout=log, stderr=log))
     self.channel = await Channel().open(ours)
-    while not (p / 'x11/X0').exists(): self._check_alive(); await asyncio.sleep(.003)
+    while not _session.is_ready(str(p / 'x11/X0')): self._check_alive(); await asyncio.sleep(.003)
     self.probe = await Probe.connect(f'/proc/{display.child}/root/screen/Xvfb_screen0', str(p / 'x11/X0'), self._busy)
     if self.session == 'desktop':
         while len(await self.probe.x.prop(self.probe.x.root, '_NET_CLIENT_LIST')) < 8: self._check_alive(); await asyncio.sleep(.005)

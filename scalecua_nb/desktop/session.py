@@ -8,7 +8,7 @@ import ctypes, errno, json, os, resource, selectors, signal, socket, stat, struc
 
 # %% auto #0
 __all__ = ['PREFIX', 'MAX_HEADER', 'MAX_BODY', 'OPENAT2', 'BENEATH', 'NO_MAGIC', 'pack', 'unpack', 'open_beneath', 'read_file',
-           'write_file', 'start', 'Command', 'busy_ns', 'Session', 'main']
+           'write_file', 'start', 'Command', 'busy_ns', 'is_ready', 'Session', 'main']
 
 # %% ../../nbs/desktop/session.ipynb #06597216
 PREFIX = struct.Struct('!II')                # bytes of header, bytes of body
@@ -149,7 +149,15 @@ def busy_ns() -> int:
         except OSError: continue             # it has just ended
     return total
 
-# %% ../../nbs/desktop/session.ipynb #b7e8b006
+# %% ../../nbs/desktop/session.ipynb #ed501214
+def is_ready(path: str) -> bool:
+    "Does the file exist, and where it is a socket, does somebody listen?"
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode): return True
+        with socket.socket(socket.AF_UNIX) as s: s.connect(path)
+        return True
+    except OSError: return False
+
 class Session:
     "The loop of process 1."
     def __init__(self, sock: socket.socket, services: list[dict], env: dict, home: str):
@@ -162,7 +170,7 @@ class Session:
     def launch_ready(self):
         "Start every service whose condition holds."
         for s in self.waiting[:]:
-            if s.get('after') and not os.path.exists(s['after']): continue
+            if s.get('after') and not is_ready(s['after']): continue
             self.waiting.remove(s)
             try: self.running[start(s['argv'], {**self.env, **s.get('env', {})}, self.home, self.log, self.log)] = s
             except OSError as e: os.write(self.log, f'{s["argv"][0]}: {e.strerror}\n'.encode())
