@@ -140,7 +140,7 @@ def task_family(task: Task) -> str:
     "The family a task is counted in: that of its metadata, else its first application, else its snapshot."
     return str(task.metadata.get('family') or (task.related_apps or [task.snapshot])[0] or 'other')
 
-# %% ../../nbs/eval/benchmark.ipynb #6896a4ea
+# %% ../../nbs/eval/benchmark.ipynb #ce87cf9b
 async def run_benchmark(
     make_agent: Callable[[Desktop, str, int], Agent],   # desktop, rollout id, seed -> a fresh agent
     desktops: Desktops,                      # where desktops come from
@@ -165,7 +165,7 @@ async def run_benchmark(
     if len(set(ids)) < len(ids): raise BenchmarkError(f'task {next(i for i in ids if ids.count(i) > 1)!r} is listed twice; give each task once')
     digest = hashlib.sha256(json.dumps(sorted((t.to_json() for t in tasks), key=lambda t: t['id']), sort_keys=True).encode()).hexdigest()
     log = _Log(Path(out), dict(policy=policy, seed=seed, limits=[limits.turns, str(limits.seconds)], tasks=digest)) if out is not None else None
-    kept = {(a.task_id, a.index): a for a in (log.read() if log else ())}
+    kept = {(a.task_id, a.index): a for a in (log.read() if log is not None else ())}
     todo = [(t, i) for i in range(passes) for t in tasks if (t.id, i) not in kept or kept[t.id, i].score is None]
     queue = iter(todo); bar = tqdm(total=len(todo), desc='evaluate', unit='attempt', disable=not progress)
 
@@ -174,8 +174,8 @@ async def run_benchmark(
             name = f'{task.id}.p{i}'
             episode = await rollout(lambda desktop: make_agent(desktop, name, rollout_seed(seed, name)), desktops, task, judge, limits, name, task.id, attempts)
             kept[task.id, i] = attempt = Attempt.of(episode, family(task), i)
-            if store: store.put(episode)
-            if log: log.add(attempt)
+            if store is not None: store.put(episode)
+            if log is not None: log.add(attempt)
             bar.update()
 
     workers = [asyncio.ensure_future(work()) for _ in range(min(concurrency, len(todo)))]
