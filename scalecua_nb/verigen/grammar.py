@@ -58,7 +58,7 @@ def place(
     def url(data): return 'data:application/octet-stream;base64,' + base64.b64encode(data.encode() if isinstance(data, str) else data).decode()
     return dict(type='download', parameters=dict(files=[dict(url=url(data), path=path) for path, data in files.items()]))
 
-# %% ../../nbs/verigen/grammar.ipynb #ffb04e63
+# %% ../../nbs/verigen/grammar.ipynb #87c50574
 Template = Callable[[random.Random], Draft]
 
 class Grammar:
@@ -67,8 +67,9 @@ class Grammar:
     def __init__(self,
         application: str,              # its short name, such as calc
         domain: str = '',              # OSWorld's name of the domain, such as libreoffice_calc; default: the application
+        desktop: str = 'live',         # where its tasks can be checked: live, or minidesk
     ):
-        self.application, self.domain, self.templates = application, domain or application, {}
+        self.application, self.domain, self.desktop, self.templates = application, domain or application, desktop, {}
 
     def template(self, difficulty: str = 'easy', steps: int = 5):
         "Decorator: register a template under its function's name, with its difficulty and the steps a person would need."
