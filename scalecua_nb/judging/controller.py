@@ -61,7 +61,7 @@ CALLS = dict(get_file=(FileArgs, _file), run_bash_script=(BashArgs, _bash), run_
              execute_python_command=(CommandArgs, _command), get_accessibility_tree=(NoArgs, _tree), get_screenshot=(NoArgs, _screenshot),
              get_vm_screen_size=(NoArgs, _size))
 
-# %% ../../nbs/judging/controller.ipynb #8fe2e3ce
+# %% ../../nbs/judging/controller.ipynb #d94def22
 class CallLimit(Exception):
     "A judge asked too often or for too much; the message says which."
 
@@ -72,7 +72,7 @@ class Service:
     calls: int = 256                    # calls allowed
     traffic: int = 256 << 20            # bytes of answers allowed
     broken: str = ''                    # why the desktop failed, once it has
-    busy: str = ''                      # the call being served
+    busy: str = ''                      # the call being served, or the one that was when the verdict was given up
 
     async def answer(self, 
         method: Any,  # what a judge asked for
@@ -90,9 +90,9 @@ class Service:
         self.busy = method
         try: value = await serve(self.desktop, checked)
         except (DesktopError, OSError, asyncio.TimeoutError) as e:
-            self.broken = self.broken or clean(f'{method} failed: {e or type(e).__name__}')
+            self.broken, self.busy = self.broken or clean(f'{method} failed: {e or type(e).__name__}'), ''
             return {'unavailable': self.broken}, b''
-        finally: self.busy = ''
+        self.busy = ''
         size = len(value) if isinstance(value, (bytes, str)) else sum(len(v) for v in value.values() if isinstance(v, str)) if isinstance(value, dict) else 0
         self.traffic -= size
         if self.traffic < 0: raise CallLimit('more data from the desktop than a verdict may read')

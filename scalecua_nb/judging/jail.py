@@ -39,7 +39,7 @@ class Limits(BaseModel):
 class JailError(RuntimeError):
     "The jail cannot work on this machine, or no longer; one sentence with the remedy."
 
-# %% ../../nbs/judging/jail.ipynb #b24175f0
+# %% ../../nbs/judging/jail.ipynb #5c4a1b0c
 SPARE_UID = 59_990                                             # the judge's user where we are root
 _INSIDE = ('wire', 'inside', 'getters', 'metrics')
 _ENV = dict(HOME='/tmp', TMPDIR='/tmp', LANG='C.UTF-8', TZ='UTC', PYTHONHASHSEED='0', PYTHONDONTWRITEBYTECODE='1', PYTHONUTF8='1',
@@ -50,26 +50,26 @@ def sandbox(
     root: bool,          # we are root, and the server becomes another user by itself
 ) -> list[str]:          # a command line
     "The bubblewrap command of a server."
-    ro = lambda *pairs: [x for a, b in pairs for x in ('--ro-bind', str(a), str(b))]
     binary, show, hide = interpreter()
+    system = [p for p in ('/lib', '/lib64', '/usr/lib', '/usr/lib64', '/usr/share/zoneinfo', '/etc/ld.so.cache') if os.path.exists(p)]
+    links = {p: os.readlink(p) for p in system if os.path.islink(p)}
+    shown = {p: p for p in [*system, *map(str, show), str(binary)] if p not in links}
+    shown |= {f'/packages/{name}': str(path) for name, path in package_files().items()}
+    shown |= {f'/library/scalecua_nb/judging/{m}.py': str(Path(wire.__file__).with_name(f'{m}.py')) for m in _INSIDE}
     cmd = ['bwrap', '--die-with-parent', '--new-session', '--cap-drop', 'ALL']
     cmd += ['--unshare-pid', '--unshare-net', '--unshare-ipc', '--unshare-uts', '--cap-add', 'CAP_SETUID', '--cap-add', 'CAP_SETGID'] if root else ['--unshare-all']
-    cmd += ro(*((p, p) for p in ('/usr/lib', '/usr/lib64', '/usr/share/zoneinfo') if os.path.isdir(p)))
-    for p in ('/lib', '/lib64'):
-        if os.path.islink(p): cmd += ['--symlink', os.readlink(p), p]
-        elif os.path.isdir(p): cmd += ro((p, p))
-    cmd += ['--ro-bind-try', '/etc/ld.so.cache', '/etc/ld.so.cache', *ro(*((p, p) for p in show), (binary, binary))]
+    folders = {str(f) for p in [*shown, '/dev/null', '/tmp/x'] for f in Path(p).parents}             # made open to all; bubblewrap would copy the host's modes
+    for f in sorted(folders - {'/'}): cmd += ['--dir', f]
+    for dest, source in shown.items(): cmd += ['--ro-bind', source, dest]
+    for dest, target in links.items(): cmd += ['--symlink', target, dest]
     for p in hide: cmd += ['--tmpfs', str(p)]
-    cmd += ro(*((path, f'/packages/{name}') for name, path in package_files().items()))
-    cmd += ro(*((Path(wire.__file__).with_name(f'{m}.py'), f'/library/scalecua_nb/judging/{m}.py') for m in _INSIDE))
-    cmd += ['--dir', '/dev']
     for d in ('null', 'zero', 'random', 'urandom'): cmd += ['--dev-bind', f'/dev/{d}', f'/dev/{d}']
-    cmd += ['--proc', '/proc', '--dir', '/tmp', '--chdir', '/', '--remount-ro', '/', '--clearenv']
+    cmd += ['--proc', '/proc', '--chdir', '/', '--remount-ro', '/', '--clearenv']
     for k, v in _ENV.items(): cmd += ['--setenv', k, v]
     start = f'import sys; sys.path[:0] = ["/library", "/packages"]; from scalecua_nb.judging.inside import main; main({control_fd}, {SPARE_UID})'
     return [*cmd, '--', str(binary), '-S', '-s', '-c', start]
 
-# %% ../../nbs/judging/jail.ipynb #f62303ce
+# %% ../../nbs/judging/jail.ipynb #26e3c235
 class ServerDied(Exception):
     "The jail's server is gone; its requests can be tried again on another."
 
@@ -116,7 +116,7 @@ class _Server:
             if not data: return self._died()
             said = json.loads(data)
             if 'ready' in said: self.up.set_result(None)
-            elif fate := self.forks.pop(said['ended'], None): fate.set_result(said)
+            elif (fate := self.forks.pop(said['ended'], None)) and not fate.done(): fate.set_result(said)
 
     def _died(self):
         self.alive = False
@@ -149,7 +149,7 @@ class _Server:
         self.process.kill()
         await asyncio.to_thread(self.process.wait); self.process.stderr.close()
 
-# %% ../../nbs/judging/jail.ipynb #15eedb67
+# %% ../../nbs/judging/jail.ipynb #96333ec1
 def _value(message: dict[str, Any]) -> Outcome:
     "The outcome a fork reported, believed only as far as it is a number in [0, 1]."
     value = message.get('value')
@@ -163,7 +163,7 @@ def _fate(said: dict[str, Any], limits: Limits) -> str:
     status = said.get('status', 0)
     if os.WIFEXITED(status): return f'the judge exited with status {os.WEXITSTATUS(status)} before it returned a score'
     name = signal.Signals(os.WTERMSIG(status)).name
-    if name == 'SIGKILL' and said['cpu'] > .9 * limits.cpu: return f'the judge used up its {limits.cpu} s of processor time'
+    if name == 'SIGKILL' and said["cpu"] > .8 * limits.cpu: return f'the judge used up its {limits.cpu} s of processor time'
     return f'the judge was ended by {name} before it returned a score'
 
 class _Fork:
@@ -216,7 +216,7 @@ def _kernel_limits(m: Limits, share: int) -> dict[str, Any]:
     return dict(seconds=m.seconds * share + 5, cpu=m.cpu * share, memory=m.memory, disk=m.disk, inodes=m.inodes, files=m.files,
                 tasks=m.threads + m.processes, filter=_filter(m.processes > 0))
 
-# %% ../../nbs/judging/jail.ipynb #3075dcef
+# %% ../../nbs/judging/jail.ipynb #07dc91b6
 class Jail:
     "Fork-servers that give verdicts. Source: DESIGN §5."
     def __init__(self, 
@@ -310,18 +310,20 @@ class Jail:
         try:
             await fork.open(waiting[0][0].functions)
             while waiting and not fork.dead:
-                verdict = await self._verdict(fork, waiting[0][0])
+                verdict = await self._verdict(fork, *waiting[0])
                 self._settle(waiting.popleft(), verdict)
         finally: await fork.close()
 
-    async def _verdict(self, fork: _Fork, request: Request) -> Verdict:
+    async def _verdict(self, fork: _Fork, request: Request, asked: asyncio.Future) -> Verdict:
         tally, m = Tally(request), self.limits
         service = Service(request.desktop, m.calls, m.traffic)
         async def metrics():
             while not tally.add(await fork.ask(tally.next, service)): pass
-        try: await asyncio.wait_for(metrics(), m.seconds)
-        except asyncio.TimeoutError:
-            fork.dead = True
-            if service.busy or service.broken: return blocked('desktop', service.broken or f'{service.busy} did not answer; the verdict had {m.seconds:g} s')
-            return blocked('judge error', f'no score within {m.seconds:g} s')
-        return tally.verdict
+        work = asyncio.ensure_future(metrics())
+        try: await asyncio.wait({work, asked}, timeout=m.seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not work.done(): fork.dead = True; work.cancel()                      # too late, or nobody waits for it any more
+        if work.done(): work.result(); return tally.verdict
+        await asyncio.gather(work, return_exceptions=True)
+        if service.busy or service.broken: return blocked('desktop', service.broken or f'{service.busy} did not answer; the verdict had {m.seconds:g} s')
+        return blocked('judge error', f'no score within {m.seconds:g} s')
