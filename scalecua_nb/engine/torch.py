@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TorchEngine']
 
-# %% ../../nbs/engine/torch.ipynb #3012050c
+# %% ../../nbs/engine/torch.ipynb #6fb6e23d
 import asyncio
 import threading
 from collections import Counter, OrderedDict, deque
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 import numpy as np
 import torch
-from ..core.records import Generation, ImageSpan, Observation
+from ..core.records import Generation, ImageSpan
 from .base import EngineError, Images, Sampling
 from .draw import draw, noise_key, uniform
 from .kv import SlotCache
@@ -49,7 +49,7 @@ class _Row:
         self.session, self.cached, self.shift = None, 0, 0
         self.drawn, self.logprobs, self.versions = [], [], []
 
-# %% ../../nbs/engine/torch.ipynb #65e8841a
+# %% ../../nbs/engine/torch.ipynb #61328bab
 class TorchEngine:
     "An engine in this process (see `engine.base.Engine`). One event loop at a time uses it."
     def __init__(self,
@@ -195,7 +195,7 @@ class TorchEngine:
         starts = np.array([r.cached for r in rows])
         device = self.vlm.device
         images = {}
-        if width == 1:
+        if width == 1 and all(r.drawn for r in rows):                  # sampled tokens, behind every picture
             ids = np.array([[r.ids[r.cached]] for r in rows])
             positions = np.broadcast_to(starts[:, None] + np.array([[r.shift] for r in rows]), (3, len(rows), 1))
             hashes = []

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['batch_positions', 'token_logprobs', 'segment_logprobs']
 
-# %% ../../nbs/rl/logprobs.ipynb #85054e3b
-from collections.abc import Callable, Mapping, Sequence
+# %% ../../nbs/rl/logprobs.ipynb #c6047264
+from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from torch import Tensor
 from ..core.records import ImageSpan
 from ..engine.model import VisionLanguage, mrope_positions, rectangles, sampling_logprobs
-from .batch import Item, Padded, pad
+from .batch import Counts, Item, Padded, pad
 
 # %% ../../nbs/rl/logprobs.ipynb #e27afa53
 def _predictors(mask: Tensor) -> tuple[Tensor, Tensor]:
