@@ -282,7 +282,7 @@ async def test_a_cancelled_verdict_frees_its_slot():
 async def test_the_jail_dies_with_its_parent(tmp_path):
     script = tmp_path / 'p.py'
     script.write_text('import asyncio\nfrom scalecua_nb.judging.jail import Jail\nasync def main():\n    j = await Jail().start()\n    print(j._servers[0].process.pid, flush=True)\n    await asyncio.sleep(60)\nasyncio.run(main())')
-    p = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env={**os.environ, 'PYTHONPATH': os.getcwd()})
+    p = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env={**os.environ, 'PYTHONPATH': os.pathsep.join([os.getcwd(), *sys.path])})
     pid = int(p.stdout.readline()); p.send_signal(signal.SIGKILL); p.wait(); p.stdout.close()
     for _ in range(50):
         if not os.path.exists(f'/proc/{pid}') or open(f'/proc/{pid}/stat').read().split()[2] == 'Z': return
