@@ -132,7 +132,7 @@ def add_sheet(rng: random.Random) -> Draft:
                  [('another name', do(add(new + 's'))), ('something written on it', do([*add(new), turn(*enter('A1', 'new'))])), ('a sheet too many', do([*add(new), *add('Sheet9')])), ('not saved', do(add(new), save=False))],
                  dict(file=t.file, new=new))
 
-# %% ../../nbs/verigen/calc_formats.ipynb #08f911c0
+# %% ../../nbs/verigen/calc_formats.ipynb #66196225
 frozen_rows = judge('frozen_rows', 'How many rows and columns of the sheet are frozen, and the values of every sheet.', GRID + '''
     if config["sheet"] not in book.sheetnames:
         return None
@@ -155,7 +155,7 @@ def freeze_panes(rng: random.Random) -> Draft:
     freeze = lambda r, c: [turn(*goto(corner(r, c)), 'key:alt+v', 'key:r')]
     do = lambda steps, save=True: [opened(t), *steps, *(saved(t) if save else [])]
     what = {(1, 0): 'the first row (the headers)', (0, 1): f'the first column ({t.headers[0]})', (1, 1): 'the first row and the first column'}[rows, columns]
-    slip = rng.choice([p for p in [(1, 0), (0, 1), (1, 1), (2, 0), (0, 2)] if p != (rows, columns)])
+    slip = rng.choice([p for p in [(1, 0), (0, 1), (1, 1), (2, 0), (0, 2)] if p not in ((rows, columns), (rows + 1, columns))])
     return Draft(phrase(rng, t, f'Freeze {what}, and only that, so that it stays visible while scrolling.', f'Make sure that exactly {what} cannot scroll out of view: freeze the panes accordingly.'),
                  setup(t), frozen_rows, dict(path=t.path, sheet=t.sheet), dict(rows=rows, columns=columns, sheets=t.values()), do(freeze(rows, columns)),
                  [(f'{slip[0]} rows and {slip[1]} columns frozen', do(freeze(*slip))), ('one row too many', do(freeze(rows + 1, columns))), ('not saved', do(freeze(rows, columns), save=False))],

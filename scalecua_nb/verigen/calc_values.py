@@ -150,14 +150,17 @@ def fill_formula(rng: random.Random) -> Draft:
                  [('the last row left out', do(*fill('*', n - 2))), ('added instead of multiplied', do(*fill('+', n - 1))), ('no header', do(turn(*enter(t.ref(0, new), f'={t.ref(0, a)}*{t.ref(0, b)}')), fill('*', n - 1)[1])), ('not saved', do(*fill('*', n - 1))[:-2])],
                  dict(file=t.file, columns=[t.headers[a], t.headers[b]], header=header))
 
-# %% ../../nbs/verigen/calc_values.ipynb #4a8ff566
+# %% ../../nbs/verigen/calc_values.ipynb #0d93d879
 sorted_rows = judge('sorted_rows', 'The values of every sheet.', GRID + '''
     return {sheet.title: grid(sheet) for sheet in book.worksheets}
 ''', 'The header is on top, the rows below are the same rows as before and in the wanted order, other sheets are as they were.', SAME + '''
     wanted, rows = expected["others"], result.get(expected["sheet"])
     if not rows or set(result) != set(wanted) | {expected["sheet"]} or not all(equal(result[name], wanted[name]) for name in wanted):
         return 0.0
-    if rows[0] != expected["header"] or sorted(map(repr, rows[1:])) != sorted(map(repr, expected["rows"])):
+    def plain(row):
+        return repr([round(float(v), 6) if isinstance(v, (int, float)) else v for v in row])
+
+    if rows[0] != expected["header"] or sorted(map(plain, rows[1:])) != sorted(map(plain, expected["rows"])):
         return 0.0
     keys = [row[expected["by"]] for row in rows[1:]]
     return float(keys == sorted(keys, reverse=expected["descending"]))
