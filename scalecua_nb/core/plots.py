@@ -139,7 +139,7 @@ def band(
     ax.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
     return pd.DataFrame({"series": label, "x": x, "mean": mean, "low": low, "high": high, "runs": len(runs)})
 
-# %% ../../nbs/core/plots.ipynb #88098c26
+# %% ../../nbs/core/plots.ipynb #5f906a67
 def beside(
     ax: Axes,
     labels: Sequence[str],  # one per row, top to bottom
@@ -166,7 +166,8 @@ def beside(
     ax.set_yticks(rows, labels)
     ax.set_ylim(size - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, -0.32 - 0.5 / size), ncols=2)
+    if not ax.figure.legends:  # one legend for all panels of a figure
+        ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return pd.DataFrame({"label": list(labels), **columns})
 
 # %% ../../nbs/core/plots.ipynb #0598748c
