@@ -295,9 +295,29 @@ async def test_without_bubblewrap_one_sentence(monkeypatch):
     monkeypatch.setattr(jail_module.shutil, 'which', lambda name: None)
     with pytest.raises(JailError, match='apt-get install bubblewrap'): await Jail().start()
 
-async def test_without_namespaces_one_sentence(monkeypatch):
-    monkeypatch.setattr(jail_module, 'sandbox', lambda fd, root: ['sh', '-c', 'echo "bwrap: No permissions to create new namespace, likely because the kernel does not allow it" >&2; exit 1'])
-    with pytest.raises(JailError, match='needs user namespaces.*sysctl'): await Jail().start()
+SCRIPT = """
+import asyncio
+from scalecua_nb.judging.jail import Jail, JailError
+from scalecua_nb.judging.request import Call, Request
+async def main():
+    try:
+        async with Jail() as j: print(await j.judge(Request(None, [Call('check_x')], functions={'check_x': 'def check_x(): return 1.0'})))
+    except JailError as e: print('JailError:', e)
+asyncio.run(main())
+"""
+
+def in_a_container(setup):
+    "Run the script as root of a user namespace that has no other user."
+    if subprocess.run(['unshare', '-Ur', 'true'], capture_output=True).returncode: pytest.skip('needs unshare and user namespaces')
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([os.getcwd(), *sys.path]), 'PYTHON': sys.executable, 'SCRIPT': SCRIPT}
+    return subprocess.run(['unshare', '-Ur', 'sh', '-c', setup + '"$PYTHON" -c "$SCRIPT"'], env=env, capture_output=True, text=True, timeout=60).stdout
+
+async def test_root_of_a_container_without_spare_users():
+    assert 'score=1.0' in in_a_container('')
+
+async def test_without_namespaces_one_sentence():
+    said = in_a_container('echo 0 > /proc/sys/user/max_user_namespaces; ')
+    assert said.startswith('JailError: the judge jail needs user namespaces') and 'sysctl' in said and said.count('\n') == 1, said
 
 async def test_remedies():
     assert 'readable for everybody' in remedy("bwrap: execvp /opt/python: Permission denied") and 'did not start' in remedy('')

@@ -19,7 +19,7 @@ from .seccomp import compile_filter
 from .wire import WireError, clean, encode, read_frame
 
 # %% auto #0
-__all__ = ['SPARE_UID', 'Limits', 'JailError', 'sandbox', 'ServerDied', 'remedy', 'Jail']
+__all__ = ['SPARE_UID', 'Limits', 'JailError', 'spare_user', 'sandbox', 'ServerDied', 'remedy', 'Jail']
 
 # %% ../../nbs/judging/jail.ipynb #b7a5a3a8
 class Limits(BaseModel):
@@ -39,16 +39,22 @@ class Limits(BaseModel):
 class JailError(RuntimeError):
     "The jail cannot work on this machine, or no longer; one sentence with the remedy."
 
-# %% ../../nbs/judging/jail.ipynb #5c4a1b0c
+# %% ../../nbs/judging/jail.ipynb #d7610888
 SPARE_UID = 59_990                                             # the judge's user where we are root
 _INSIDE = ('wire', 'inside', 'getters', 'metrics')
 _ENV = dict(HOME='/tmp', TMPDIR='/tmp', LANG='C.UTF-8', TZ='UTC', PYTHONHASHSEED='0', PYTHONDONTWRITEBYTECODE='1', PYTHONUTF8='1',
             OMP_NUM_THREADS='1', OPENBLAS_NUM_THREADS='1', MKL_NUM_THREADS='1', MALLOC_ARENA_MAX='1')
 
+def spare_user() -> int | None:     # a user id; None: stay who we are
+    "The user a judge runs as where that is not us: root turns into somebody else, unless it is root in a container without other users."
+    if os.geteuid() != 0: return None
+    ranges = [tuple(map(int, line.split())) for line in Path('/proc/self/uid_map').read_text().splitlines()]
+    return SPARE_UID if any(first <= SPARE_UID < first + n for first, _, n in ranges) else None
+
 def sandbox(
-    control_fd: int,     # the server's end of the control socket
-    root: bool,          # we are root, and the server becomes another user by itself
-) -> list[str]:          # a command line
+    control_fd: int,        # the server's end of the control socket
+    user: int | None,       # what `spare_user` said
+) -> list[str]:             # a command line
     "The bubblewrap command of a server."
     binary, show, hide = interpreter()
     system = [p for p in ('/lib', '/lib64', '/usr/lib', '/usr/lib64', '/usr/share/zoneinfo', '/etc/ld.so.cache') if os.path.exists(p)]
@@ -57,7 +63,7 @@ def sandbox(
     shown |= {f'/packages/{name}': str(path) for name, path in package_files().items()}
     shown |= {f'/library/scalecua_nb/judging/{m}.py': str(Path(wire.__file__).with_name(f'{m}.py')) for m in _INSIDE}
     cmd = ['bwrap', '--die-with-parent', '--new-session', '--cap-drop', 'ALL']
-    cmd += ['--unshare-pid', '--unshare-net', '--unshare-ipc', '--unshare-uts', '--cap-add', 'CAP_SETUID', '--cap-add', 'CAP_SETGID'] if root else ['--unshare-all']
+    cmd += ['--unshare-pid', '--unshare-net', '--unshare-ipc', '--unshare-uts', '--cap-add', 'CAP_SETUID', '--cap-add', 'CAP_SETGID'] if user else ['--unshare-all', '--uid', str(SPARE_UID), '--gid', str(SPARE_UID)]
     folders = {str(f) for p in [*shown, '/dev/null', '/tmp/x'] for f in Path(p).parents}             # made open to all; bubblewrap would copy the host's modes
     for f in sorted(folders - {'/'}): cmd += ['--dir', f]
     for dest, source in shown.items(): cmd += ['--ro-bind', source, dest]
@@ -66,10 +72,10 @@ def sandbox(
     for d in ('null', 'zero', 'random', 'urandom'): cmd += ['--dev-bind', f'/dev/{d}', f'/dev/{d}']
     cmd += ['--proc', '/proc', '--chdir', '/', '--remount-ro', '/', '--clearenv']
     for k, v in _ENV.items(): cmd += ['--setenv', k, v]
-    start = f'import sys; sys.path[:0] = ["/library", "/packages"]; from scalecua_nb.judging.inside import main; main({control_fd}, {SPARE_UID})'
+    start = f'import sys; sys.path[:0] = ["/library", "/packages"]; from scalecua_nb.judging.inside import main; main({control_fd}, {user})'
     return [*cmd, '--', str(binary), '-S', '-s', '-c', start]
 
-# %% ../../nbs/judging/jail.ipynb #26e3c235
+# %% ../../nbs/judging/jail.ipynb #97903d0f
 class ServerDied(Exception):
     "The jail's server is gone; its requests can be tried again on another."
 
@@ -97,7 +103,7 @@ class _Server:
         self.control, self.loop, self.alive = ours, asyncio.get_running_loop(), True
         self.up = self.loop.create_future()
         with theirs:
-            cmd = sandbox(theirs.fileno(), root=os.geteuid() == 0)
+            cmd = sandbox(theirs.fileno(), spare_user())
             self.process = subprocess.Popen(cmd, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                             pass_fds=[theirs.fileno()], start_new_session=True)
         self.loop.add_reader(ours, self._hear)
