@@ -16,7 +16,7 @@ from ..desktop.base import Desktop
 from ..engine.base import Engine, Sampling
 
 # %% auto #0
-__all__ = ['Step', 'Harness', 'TokenAgent', 'turn_seed', 'ScriptError', 'ScriptedAgent']
+__all__ = ['Step', 'Harness', 'TokenAgent', 'rollout_seed', 'turn_seed', 'ScriptError', 'ScriptedAgent']
 
 # %% ../../nbs/agent/agents.ipynb #6ee9a9a5
 @runtime_checkable
@@ -36,7 +36,7 @@ class Harness(Protocol):
     def parse(self, generation: Generation) -> ParsedTurn:
         "Read a reply. Never raises."
 
-# %% ../../nbs/agent/agents.ipynb #81238618
+# %% ../../nbs/agent/agents.ipynb #54ab2ec9
 class TokenAgent:
     "A policy: harness, stream and engine. One instance runs one episode. Source: §3.4, Algorithm 2."
     def __init__(self,
@@ -83,12 +83,21 @@ class TokenAgent:
         "Release the engine's cache of this episode."
         await self.engine.release(self.session)
 
+def rollout_seed(
+    seed: int,         # of the run
+    rollout_id: str,   # unique within the run
+) -> int:              # in [0, 2^63)
+    "The seed of one rollout: the same whenever and wherever it runs."
+    return _hash(f'{seed}/{rollout_id}')
+
 def turn_seed(
     seed: int | None,  # of the rollout
     turn: int,         # from 1
 ) -> int | None:       # in [0, 2^63)
     "The sampling seed of one turn: independent across rollouts and turns."
-    return None if seed is None else int.from_bytes(hashlib.blake2b(f'{seed}/{turn}'.encode(), digest_size=8).digest(), 'little') >> 1
+    return None if seed is None else _hash(f'{seed}/{turn}')
+
+def _hash(text: str) -> int: return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), 'little') >> 1
 
 # %% ../../nbs/agent/agents.ipynb #512cfb4a
 class ScriptError(Exception):

@@ -16,13 +16,13 @@ __all__ = ['Signal', 'End', 'ENDS', 'Observation', 'image_sha256', 'ActionResult
            'Reply', 'ParsedTurn', 'Turn', 'ImageSpan', 'Segment', 'Verdict', 'Episode', 'episode_to_json',
            'episode_from_json']
 
-# %% ../../nbs/core/records.ipynb #d80309ed
-@dataclass(slots=True)
+# %% ../../nbs/core/records.ipynb #af9dcf6d
+@dataclass(slots=True, eq=False)
 class Observation:
     "One screenshot."
     image: np.ndarray                        # uint8 [H, W, 3], RGB
     turn: int = 0                            # 0: before the first action; t: after turn t
-    _sha: str | None = field(default=None, repr=False, compare=False)
+    _sha: str | None = field(default=None, repr=False)
 
     @property
     def sha256(self) -> str:
