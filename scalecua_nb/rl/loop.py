@@ -36,7 +36,7 @@ class Group:
 
 RunRollout = Callable[[str, str, str, int], Awaitable[Episode]]     # (task id, rollout id, group id, seed) -> a judged episode
 
-# %% ../../nbs/rl/loop.ipynb #5697f53b
+# %% ../../nbs/rl/loop.ipynb #9ad9437d
 class Collector:
     "Rolls out groups and hands them out as they finish. Source: §3.3, appendix D (concurrency)."
     def __init__(self,
@@ -70,7 +70,7 @@ class Collector:
         self._draw(need, max(0, self.in_flight - len(self.tasks) - need))
         kept, filtered, budget = [], [], refills * n
         while len(kept) < n and self.tasks:
-            done, _ = await asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(self.tasks, return_when=asyncio.FIRST_COMPLETED if self.in_flight > n else asyncio.ALL_COMPLETED)
             for t in sorted(done, key=lambda t: t.get_name())[:n - len(kept)]:      # the surplus waits for the next step
                 self.tasks.pop(t); group = t.result()
                 if self.sampler.keep(group.outcome) or budget <= 0: kept.append(group)
