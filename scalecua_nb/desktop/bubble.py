@@ -83,7 +83,7 @@ def check() -> None:
         raise DesktopError(f'bubblewrap cannot make a namespace here ({probe.stderr.strip()[:160]}); allow unprivileged user namespaces: sysctl -w kernel.unprivileged_userns_clone=1 '
                            'user.max_user_namespaces=15000, on Ubuntu 24.04 also kernel.apparmor_restrict_unprivileged_userns=0, in Docker --security-opt seccomp=unconfined')
 
-# %% ../../nbs/desktop/bubble.ipynb #f770221d
+# %% ../../nbs/desktop/bubble.ipynb #529f999c
 def state_root() -> Path:
     "Where desktops keep their folders: `$SCALECUA_STATE`, else one in the temporary folder, for this user only."
     root = Path(os.environ.get('SCALECUA_STATE') or Path(tempfile.gettempdir()) / f'scalecua-{os.geteuid()}')
@@ -129,10 +129,14 @@ class Folder:
         os.close(self.lock); self.lock = None
 
 def remove(path: Path) -> None:
-    "Remove a folder, whatever its permissions; never follows a link."
-    def unlock(fn, p, _):
-        with suppress(OSError): os.chmod(os.path.dirname(p), 0o700); (os.rmdir if fn in (os.rmdir, os.open, os.scandir) and not os.path.islink(p) and os.path.isdir(p) and not os.listdir(p) else fn)(p)
-    shutil.rmtree(path, ignore_errors=False, onerror=unlock) if path.is_dir() else None
+    "Remove a folder whatever the permissions in it; never follows a link."
+    if not os.path.isdir(path): return
+    try: shutil.rmtree(path)
+    except PermissionError:                  # a folder made unreadable by its owner, who is us where we are not root
+        for root, dirs, _ in os.walk(path):
+            for d in dirs:
+                if not os.path.islink(p := os.path.join(root, d)): os.chmod(p, 0o700)
+        shutil.rmtree(path)
 
 def sweep() -> int:                          # folders removed
     "Remove what dead processes left behind."
