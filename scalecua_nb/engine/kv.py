@@ -77,7 +77,7 @@ class SlotPlan:
         keys = torch.arange(self.length, device=self.columns.device)
         return torch.where(keys <= self.columns[:, None, :, None], 0.0, torch.finfo(dtype).min).to(dtype)
 
-# %% ../../nbs/engine/kv.ipynb #e1861d84
+# %% ../../nbs/engine/kv.ipynb #ae9c78e5
 class SlotCache(Cache):
     "A `transformers` cache whose rows are sessions. Slots are handed out lowest first, so that batches stay neighbours."
     def __init__(self,
@@ -97,6 +97,13 @@ class SlotCache(Cache):
     def release(self, slot: int):
         "Give a slot back."
         heapq.heappush(self._free, slot)
+
+    def copy(self, slot: int, others: Sequence[int], length: int):
+        "Give other slots the first `length` keys and values of a slot."
+        if max(others) >= self.plan.slots: self.plan.slots = max(others) + 1
+        for layer in self.layers:
+            layer._fit()
+            for store in (layer.keys, layer.values): store[list(others), :, :length] = store[slot, :, :length]
 
     @property
     def nbytes(self) -> int:

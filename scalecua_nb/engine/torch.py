@@ -49,7 +49,7 @@ class _Row:
         self.session, self.cached, self.shift = None, 0, 0
         self.drawn, self.logprobs, self.versions = [], [], []
 
-# %% ../../nbs/engine/torch.ipynb #61328bab
+# %% ../../nbs/engine/torch.ipynb #8a50e20e
 class TorchEngine:
     "An engine in this process (see `engine.base.Engine`). One event loop at a time uses it."
     def __init__(self,
@@ -65,7 +65,7 @@ class TorchEngine:
         self.model = self.vlm.model.eval()
         self.version, self.seed, self.max_batch, self.max_sessions, self.window = version, seed, max_batch, max_sessions, window
         self.worker = sum(p.numel() for p in self.model.parameters()) > 5_000_000 if worker is None else worker
-        self.stats = Counter()          # calls, tokens sampled, tokens computed and reused, forwards
+        self.stats = Counter()          # calls and forwards; tokens sampled, computed, reused from a session's cache, shared between equal prompts
         self.cache = SlotCache(self.model.config.text_config.num_hidden_layers)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._waiting: deque[_Row] = deque()
@@ -190,7 +190,21 @@ class TorchEngine:
 
     @torch.no_grad()                                              # not inference_mode: a trainer may share the cached features
     def _forward(self, rows):
-        "Compute what the rows have pending and sample a token for each."
+        "Compute what the rows have pending and sample a token for each. Rows of one and the same prompt, as a group's first turn has, are computed once."
+        twins: dict[tuple, list[int]] = {}
+        for i, r in enumerate(rows): twins.setdefault(i if r.cached else (r.ids[:r.n].tobytes(), *(s.sha256 for s in r.spans)), []).append(i)
+        if len(twins) == len(rows): return self._sample(rows, self._logits(rows))
+        logits = self._logits([rows[same[0]] for same in twins.values()])
+        leader = np.empty(len(rows), np.int64)
+        for k, same in enumerate(twins.values()):
+            leader[same] = k
+            first, rest = rows[same[0]], [rows[i] for i in same[1:]]
+            if rest: self.cache.copy(first.session.slot, [r.session.slot for r in rest], first.n)
+            for r in rest: r.shift = first.shift; self.stats["shared"] += first.n
+        self._sample(rows, logits[torch.from_numpy(leader).to(logits.device)])
+
+    def _logits(self, rows):
+        "Logits after the last token of each row, its pending tokens computed."
         counts = np.array([r.n - r.cached for r in rows]); width = int(counts.max())
         starts = np.array([r.cached for r in rows])
         device = self.vlm.device
@@ -210,8 +224,8 @@ class TorchEngine:
         mask = self.cache.prepare([r.session.slot for r in rows], starts, width, device, self.model.dtype)
         hidden = self.vlm.hidden(torch.from_numpy(ids).to(device), torch.from_numpy(positions.copy()).to(device), [features[h] for h in hashes], self.cache, mask,
                                  at=torch.from_numpy(counts - 1).to(device)[:, None])
-        self._sample(rows, self.vlm.logits(hidden[:, 0]))
-        self.stats["forwards"] += 1; self.stats["computed"] += int(counts.sum()); self.stats["sampled"] += len(rows)
+        self.stats["forwards"] += 1; self.stats["computed"] += int(counts.sum())
+        return self.vlm.logits(hidden[:, 0])
 
     @property
     def _pad(self) -> int: return 0 if self.vlm.image_id else 1      # any id but an image's
@@ -228,6 +242,7 @@ class TorchEngine:
             r.cached = r.n
             r.ids[r.n] = token; r.n += 1
             r.drawn.append(token); r.logprobs.append(lp); r.versions.append(self.version)
+        self.stats["sampled"] += len(rows)
 
     def _settings(self, rows, logits):
         "Temperature and bans of a batch: one for all where all agree, as they mostly do."
