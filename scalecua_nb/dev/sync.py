@@ -7,8 +7,8 @@ __all__ = ['SIGNATURES', 'PARTS', 'CheckoutError', 'checkout', 'generated_module
            'fresh_export', 'rewrite_library', 'Drift', 'compare', 'notebooks', 'cleaned', 'blemishes',
            'clean_notebooks', 'clean_on_save', 'sync_problems']
 
-# %% ../../nbs/dev/sync.ipynb #62aec6d8
-import json, os, shutil, subprocess, sys, tempfile
+# %% ../../nbs/dev/sync.ipynb #3c7b6c2c
+import json, os, re, shutil, subprocess, sys, tempfile
 from dataclasses import dataclass
 from pathlib import Path
 import scalecua_nb
@@ -107,7 +107,7 @@ def compare(
             + [Drift(p, "missing") for p in sorted(theirs.keys() - ours.keys())]
             + [Drift(p, "stale") for p in sorted(ours.keys() - theirs.keys())])
 
-# %% ../../nbs/dev/sync.ipynb #ab5bae33
+# %% ../../nbs/dev/sync.ipynb #adc32430
 def notebooks(root: Path) -> list[Path]:
     "The notebooks of a checkout: the library's and the experiments', without checkpoints and build folders."
     found = [p for folder in ("nbs", "experiments") for p in (root/folder).rglob("*.ipynb")]
@@ -133,7 +133,7 @@ def blemishes(
     if cleaned(text) != text: found.append("is not clean (execution counts, editor metadata)")
     outputs = [o for cell in json.loads(text)["cells"] for o in cell.get("outputs", ())]
     if any(o["output_type"] == "error" for o in outputs): found.append("shows the traceback of a cell that failed")
-    if str(root) in json.dumps(outputs, ensure_ascii=False): found.append(f"shows a path of this machine ({root}) in an output")
+    if re.search(rf'(?<![\w/.~-]){re.escape(str(root))}(?![\w.-])', json.dumps(outputs, ensure_ascii=False)): found.append(f"shows a path of this machine ({root}) in an output")
     return [f"{path.relative_to(root).as_posix()} {what}" for what in found]
 
 def clean_notebooks(root: Path) -> list[str]:
