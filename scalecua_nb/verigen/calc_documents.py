@@ -136,16 +136,18 @@ def setup(t: Table, change=None) -> list[dict[str, Any]]:
     "Set-up steps: the document is put in place and opened."
     return [place({t.path: xlsx(t.values(), change=change)}), dict(type='open', parameters=dict(path=t.path))]
 
-# %% ../../nbs/verigen/calc_documents.ipynb #adda986b
+# %% ../../nbs/verigen/calc_documents.ipynb #45e2bc53
 def phrase(
     rng: random.Random,      # the task's generator
     t: Table,                # the document
     *ways: str,              # instructions for the change itself, ending with a full stop
+    sheet: bool = True,      # name the sheet
 ) -> str:                    # one of them, with where and "save"
     "An instruction in one of several wordings."
     where = rng.choice([f'In the spreadsheet {t.file}, which is open in LibreOffice Calc, work on the sheet "{t.sheet}". ',
-                        f'You have {t.file} open in LibreOffice Calc; this is about the sheet "{t.sheet}". ',
-                        f'On the sheet "{t.sheet}" of {t.file}: '])
+                        f'The workbook {t.file} is open in LibreOffice Calc; this is about its sheet "{t.sheet}". ',
+                        f'You see {t.file} in LibreOffice Calc. On its sheet "{t.sheet}", do the following. '] if sheet else
+                       [f'The workbook {t.file} is open in LibreOffice Calc. ', f'In LibreOffice Calc you have {t.file} open. '])
     save = rng.choice([' Save the file in its present format when you are done.', ' Then save the file, keeping the xlsx format.', ' Finally, save your changes to the same file.'])
     return where + rng.choice(ways) + save
 

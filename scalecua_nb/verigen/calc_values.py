@@ -71,7 +71,7 @@ def mark_rows(rng: random.Random) -> Draft:
                  [('the limit itself counted as above', do(*formula('>='))), ('the words swapped', do(*formula('<='))), ('only the first row filled', do(formula('>')[0])), ('not saved', do(*formula('>'))[:-2])],
                  dict(file=t.file, column=t.headers[c], limit=limit, words=[yes, no]))
 
-# %% ../../nbs/verigen/calc_values.ipynb #92dddca5
+# %% ../../nbs/verigen/calc_values.ipynb #c9106060
 column_formula = judge('column_formula', 'The text in one cell, its computed value, and the values of every sheet without it.', GRID + '''
     computed = openpyxl.load_workbook(io.BytesIO(data), data_only=True)
     if config["sheet"] not in book.sheetnames:
@@ -105,7 +105,7 @@ def column_total(rng: random.Random) -> Draft:
     total = lambda cells: [turn(*enter(ref, f'={name}({cells})'))]
     do = lambda *steps: [opened(t), *steps, *saved(t)]
     return Draft(phrase(rng, t, f'In cell {ref}, compute the {what} of the column {t.headers[c]} ({first} to {last}) with a formula.', f'Below the last entry of the column {t.headers[c]}, in {ref}, put a formula that gives the {what} of its entries ({first}:{last}).',
-                        f'Use a formula in {ref} to show the {what} of all {t.headers[c]} entries from {first} to {last}.'),
+                        f'Use a formula in {ref} that gives the {what} of the column {t.headers[c]}, from {first} to {last}.'),
                  setup(t), column_formula, dict(path=t.path, sheet=t.sheet, cell=ref), dict(value=value, cells=[t.ref(r, c) for r in range(n)], sheets=t.values()), do(*total(f'{first}:{last}')),
                  [('a typed number, no formula', do(turn(*enter(ref, repr(value))))), ('the last row left out', do(*total(f'{first}:{t.ref(n - 2, c)}'))), ('formula one column off', do(turn(*enter(t.ref(n, c % 3 + 1), f'={name}({first}:{last})')))), ('not saved', do(*total(f'{first}:{last}'))[:-2])],
                  dict(file=t.file, cell=ref, function=name))

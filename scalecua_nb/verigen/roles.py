@@ -11,7 +11,7 @@ from .candidate import Candidate
 from .grammar import grammar_of
 
 # %% auto #0
-__all__ = ['KINDS', 'Reason', 'Opinion', 'Request', 'Proposer', 'Reviewer', 'Fixer', 'LeftOut', 'GrammarProposer']
+__all__ = ['KINDS', 'Reason', 'Opinion', 'Request', 'Proposer', 'Reviewer', 'Fixer', 'LeftOut', 'GrammarProposer', 'RuleReviewer']
 
 # %% ../../nbs/verigen/roles.ipynb #5522cb4f
 KINDS = {
@@ -97,3 +97,14 @@ class GrammarProposer:
     async def __call__(self, request: Request) -> Candidate:
         "The candidate of a request."
         return grammar_of(request.application).propose(request.seed, attempt=request.attempt, reason='; '.join(map(str, request.reasons)) or None)
+
+# %% ../../nbs/verigen/roles.ipynb #afb69caa
+class RuleReviewer:
+    "Lets the static validator read a candidate's task and judge. Source: §3.2, Table 4 (rule validator)."
+    name, stage = 'rules', 0
+    async def __call__(self, candidate: Candidate) -> Opinion:
+        "Passed where no rule is broken."
+        from scalecua_nb.judging.rules import validate
+        start = time.monotonic()
+        issues = [Reason('rules', str(i)) for i in validate(candidate.task, candidate.functions)]
+        return Opinion(self.name, not issues, issues, time.monotonic() - start)
