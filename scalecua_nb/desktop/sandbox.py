@@ -95,7 +95,7 @@ class SandboxDesktop:
         self.folder = self.probe = self.channel = None
         self._processes, self._turn, self._fresh, self._closed = [], 0, False, None
 
-# %% ../../nbs/desktop/sandbox.ipynb #3a9b1b57
+# %% ../../nbs/desktop/sandbox.ipynb #111a0f0c
 async def in_thread(f: Callable, *args) -> Any:
     "Run a function in a thread. Cancelled, it still waits for the end: nothing may be working on a folder that is about to be removed."
     job = asyncio.ensure_future(asyncio.to_thread(f, *args))
@@ -168,7 +168,7 @@ async def _boot(self: SandboxDesktop):
     with open(p / 'log', 'wb') as log:
         w, h = self.size
         display = bubble(['--bind', p / 'x11', '/tmp/.X11-unix', '--size', str(4 * w * h + (1 << 20)), '--tmpfs', '/screen', '--remount-ro', '/', '--', 'Xvfb', ':0', '-screen', '0', f'{w}x{h}x24', '-fbdir', '/screen',
-                          '-nolisten', 'tcp', '-noreset', '-dpi', '96', *(a for e in ('MIT-SHM', 'RANDR', 'RECORD', 'SCREEN-SAVER', 'DPMS') for a in ('-extension', e))], stdout=log, stderr=log, env={})
+                          '-nolisten', 'tcp', '-noreset', '-dpi', '96', *(a for e in ('MIT-SHM', 'RANDR', 'SCREEN-SAVER', 'DPMS') for a in ('-extension', e))], stdout=log, stderr=log, env={})
         ours, theirs = socket.socketpair()
         config = dict(fd=theirs.fileno(), home=HOME, services=self.services, limits=LIMITS)
         inside = ['--bind', p / 'home', HOME, '--ro-bind', p / 'x11', '/tmp/.X11-unix', '--perms', '0700', '--dir', '/run/user/1000', '--symlink', '/usr/bin/python3', '/usr/local/bin/python']
