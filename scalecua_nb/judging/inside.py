@@ -81,20 +81,24 @@ def describe(e: BaseException) -> str:
     except BaseException: text, lines = 'an exception that cannot be shown', []
     return clean(text, 300) + (f' ({lines[-1]})' if lines else '')
 
-# %% ../../nbs/judging/inside.ipynb #d4332886
+# %% ../../nbs/judging/inside.ipynb #2b04f04c
 def judge(
     functions: dict[str, Callable],  # what `load` returned
     env: Env,                        # the judge's view of the desktop
     call: dict[str, Any],            # metric, result, expected, options
-) -> dict[str, Any]:                 # {"value": number} | {"missing": sentence} | {"error": sentence}
+) -> dict[str, Any]:                 # {"value": number} | {"missing": sentence} | {"error": sentence, "stage": getter or judge}
     "Fetch the evidence and score it. Never raises."
-    name = call['metric']
+    name, stage = call['metric'], 'judge'
     try:
-        fetch = lambda config: lookup(functions, f'get_{config["type"]}')(env, config)
         metric = lookup(functions, name)
-        try: args = [fetch(call['result'])] if call['result'] else []
-        except FileNotFoundError as e: return {'missing': describe(e)}
-        if call['expected']: args.append(fetch(call['expected']))
+        fetch = [(which, lookup(functions, f'get_{call[which]["type"]}')) for which in ('result', 'expected') if call[which]]
+        stage, args = 'getter', []
+        for which, getter in fetch:
+            try: args.append(getter(env, call[which]))
+            except FileNotFoundError as e:
+                if which == 'expected': raise
+                return {'missing': describe(e)}
+        stage = 'judge'
         value = metric(*args, **call['options'])
         if hasattr(value, 'item') and not isinstance(value, numbers.Number): value = value.item()           # a numpy scalar or one-element array
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -102,7 +106,7 @@ def judge(
         if not 0 <= value <= 1: raise JudgeError(f'{name} returned {clean(repr(value), 60)}, not a number in [0, 1]')
         return {'value': float(value)}
     except JudgeError as e: return {'error': clean(e)}
-    except BaseException as e: return {'error': describe(e)}
+    except BaseException as e: return {'error': describe(e), 'stage': stage}
 
 # %% ../../nbs/judging/inside.ipynb #17875a0a
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -155,13 +155,13 @@ class _Server:
         self.process.kill()
         await asyncio.to_thread(self.process.wait); self.process.stderr.close()
 
-# %% ../../nbs/judging/jail.ipynb #96333ec1
+# %% ../../nbs/judging/jail.ipynb #e7c1cce0
 def _value(message: dict[str, Any]) -> Outcome:
     "The outcome a fork reported, believed only as far as it is a number in [0, 1]."
     value = message.get('value')
     if isinstance(value, float) and math.isfinite(value) and 0 <= value <= 1: return Outcome(value)
     if 'missing' in message: return Outcome(0., detail='no such file: ' + clean(message['missing'], 200))
-    if 'error' in message: return Outcome(None, 'judge error', clean(message['error']))
+    if 'error' in message: return Outcome(None, 'getter' if message.get('stage') == 'getter' else 'judge error', clean(message['error']))
     return Outcome(None, 'judge error', f'answered {clean(message, 60)}, not a score')
 
 def _fate(said: dict[str, Any], limits: Limits) -> str:

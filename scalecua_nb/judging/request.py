@@ -55,8 +55,8 @@ def make_request(
     if not calls: raise ValueError('evaluator.func names no metric')
     return Request(desktop, calls, evaluator.conj, functions or {})
 
-# %% ../../nbs/judging/request.ipynb #1d457c2f
-FAULTS = ('judge error', 'desktop', 'postconfig', 'jail')
+# %% ../../nbs/judging/request.ipynb #0a099deb
+FAULTS = ('getter', 'judge error', 'desktop', 'postconfig', 'jail')
 
 @dataclass(slots=True)
 class Outcome:
