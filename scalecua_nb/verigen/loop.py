@@ -75,7 +75,7 @@ class Journal:
         "The rounds of a place, blocked ones aside: they say nothing and are run again."
         return [r for r in self.rounds if r.place == place and r.outcome != 'blocked']
 
-# %% ../../nbs/verigen/loop.ipynb #cb935486
+# %% ../../nbs/verigen/loop.ipynb #ed782409
 class Loop:
     "Fills places of a pool with verified tasks. Source: §3.2, appendix B."
     def __init__(self,
@@ -128,7 +128,7 @@ class Loop:
 
     def _accept(self, candidate: Candidate, r: Round) -> None:
         by = {o.role: o for o in r.opinions}
-        candidate.task.metadata['validation'] = validation(by, [x.name for x in self.left_out])
+        candidate.task.metadata = dict(candidate.task.metadata, validation=validation(by, [x.name for x in self.left_out]))
         if self.candidates: write_atomic(self.candidates / f'{candidate.id}.json', json.dumps(candidate.to_json(), ensure_ascii=False).encode())
         self.pool.add(candidate.task, candidate.functions, place=r.place, application=r.application, template=r.template, verified_by=sorted(by), rounds=r.attempt + 1)
         r.outcome = 'accepted'
