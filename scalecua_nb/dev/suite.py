@@ -14,7 +14,7 @@ from typing import Callable
 from .site import complete_sidebar
 from .sync import checkout, notebooks, sync_problems
 
-# %% ../../nbs/dev/suite.ipynb #b556d975
+# %% ../../nbs/dev/suite.ipynb #9b2b5314
 NOTEBOOK_LIMIT = 600  # seconds
 PRELOADED = ("IPython", "nbdev.test", "openpyxl", "scipy.stats", "seaborn", "torch", "transformers.models.qwen3_vl.modeling_qwen3_vl")
 
@@ -52,7 +52,7 @@ def check_notebooks(
             words = {0: "passed", 1: "FAILED"}.get(process.exitcode, f"FAILED (ran for more than {limit:g} s)" if sentinel in late else
                                                    f"FAILED (its process ended with {process.exitcode})")
             print(f"{time.perf_counter() - start:6.1f} s  {path.parent.name}/{path.name}  {words}", flush=True)
-            if process.exitcode: failed.append(path.stem)
+            if process.exitcode: failed.append(f"{path.parent.name}/{path.stem}")
     return not failed, f"{len(paths)} notebooks" + (f", failing: {' '.join(failed)}" if failed else "")
 
 # %% ../../nbs/dev/suite.ipynb #2b38f228
