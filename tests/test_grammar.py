@@ -6,6 +6,7 @@ from openpyxl.styles import Alignment, Font
 from scalecua_nb.core.records import CommandResult
 from scalecua_nb.judging.jail import Jail
 from scalecua_nb.judging.request import make_request
+from scalecua_nb.judging.rules import validate
 from scalecua_nb.verigen.candidate import Candidate
 from scalecua_nb.verigen.calc_documents import xlsx
 from scalecua_nb.verigen.grammar import grammar_of
@@ -66,7 +67,7 @@ def test_candidates(application, template):
         assert Candidate.from_json(json.dumps(c.to_json())) == c
         assert len(c.near_misses) >= 2 and c.oracle and len({json.dumps(s) for s in map(str, [c.oracle, *[m for _, m in c.near_misses]])}) == 1 + len(c.near_misses)
         assert set(c.functions) == {c.task.evaluator.func, 'get_' + c.task.evaluator.result['type']}
-        assert all(compile(s, n, 'exec') for n, s in c.functions.items())
+        assert validate(c.task, c.functions) == []
         assert re.match(r'[A-Z0-9/$]', c.task.instruction) or c.task.instruction[0].islower(), c.task.instruction
         assert '  ' not in c.task.instruction and c.task.instruction.rstrip()[-1] in '.)', c.task.instruction
         instructions.add(c.task.instruction); judges |= set(c.functions)
