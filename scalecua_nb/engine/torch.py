@@ -49,7 +49,7 @@ class _Row:
         self.session, self.cached, self.shift = None, 0, 0
         self.drawn, self.logprobs, self.versions = [], [], []
 
-# %% ../../nbs/engine/torch.ipynb #8a50e20e
+# %% ../../nbs/engine/torch.ipynb #cdb1da5c
 class TorchEngine:
     "An engine in this process (see `engine.base.Engine`). One event loop at a time uses it."
     def __init__(self,
@@ -69,6 +69,7 @@ class TorchEngine:
         self.cache = SlotCache(self.model.config.text_config.num_hidden_layers)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._waiting: deque[_Row] = deque()
+        self._released: deque[str] = deque()
         self._active: list[_Row] = []
         self._lock = threading.Lock()   # held for the length of a step
         self._task: asyncio.Task | None = None
@@ -88,8 +89,8 @@ class TorchEngine:
 
     async def release(self, session: str) -> None:
         "Forget a session's cache; unknown sessions are ignored."
-        with self._lock:
-            if found := self._sessions.pop(session, None): self.cache.release(found.slot)
+        self._released.append(session)
+        if not self.worker: self._tidy()                              # else between steps: the event loop does not wait for one
 
     async def update_weights(self, source: Any, version: int) -> None:
         "Exchange the weights between two steps and clear every cache that the old ones filled. Raises `EngineError`, the old weights in use, where they do not fit."
@@ -100,10 +101,11 @@ class TorchEngine:
     async def close(self) -> None:
         "Free what the engine holds; calls in progress fail. Idempotent."
         self._closed = True
+        with self._lock:
+            for row in [*self._waiting, *self._active]: self._fail(row, EngineError("the engine was closed"))
+            self._waiting.clear(); self._sessions.clear(); self._active = []
+            self.cache = SlotCache(len(self.cache)); self.vlm.cache.clear()
         if self._pool: self._pool.shutdown(wait=False)
-        for row in [*self._waiting, *self._active]: self._fail(row, EngineError("the engine was closed"))
-        self._waiting.clear(); self._sessions.clear()
-        self.cache = SlotCache(len(self.cache)); self.vlm.cache.clear()
 
     # --- calls in
 
@@ -121,7 +123,12 @@ class TorchEngine:
             raise EngineError(f"session {session!r}: the prompt has {pads} image tokens, its {len(images)} pictures need {sum(s.n_tokens for s in row.spans)}")
         return row
 
+    def _tidy(self):
+        while self._released:
+            if found := self._sessions.pop(self._released.popleft(), None): self.cache.release(found.slot)
+
     def _admit(self):
+        self._tidy()
         while self._waiting and len(self._active) < self.max_batch:
             row = self._waiting.popleft()
             if row.future.cancelled(): continue
@@ -132,10 +139,11 @@ class TorchEngine:
             elif session.busy:
                 self._fail(row, EngineError(f"session {row.name!r} has a call in progress: an episode asks for one reply at a time")); continue
             self._sessions.move_to_end(row.name)
-            row.session, session.busy = session, True
-            row.cached = session.common(row.ids[:row.n], row.spans)
-            try: self._check(row)
-            except EngineError as e: session.busy = False; self._fail(row, e); continue
+            row.session = session
+            try: row.cached = session.common(row.ids[:row.n], row.spans); self._check(row)
+            except Exception as e:                                    # a malformed call is its caller's, whatever it raises
+                self._fail(row, e if isinstance(e, EngineError) else EngineError(f"session {row.name!r}: {type(e).__name__}: {e}")); continue
+            session.busy = True
             self.stats["calls"] += 1; self.stats["reused"] += row.cached
             self._active.append(row)
 
@@ -156,12 +164,11 @@ class TorchEngine:
 
     async def _serve(self):
         loop = asyncio.get_running_loop()
+        if self.worker and self._pool is None: self._pool = ThreadPoolExecutor(1, "engine")
         while self._waiting:
             seen = -1
             while seen != len(self._waiting): seen = len(self._waiting); await asyncio.sleep(self.window)
-            if self.worker:
-                self._pool = self._pool or ThreadPoolExecutor(1, "engine")
-                await loop.run_in_executor(self._pool, self._run)
+            if self.worker: await loop.run_in_executor(self._pool, self._run)
             else: self._run()
 
     def _run(self):
