@@ -10,10 +10,11 @@ from scalecua_nb.core.actions import *
 from scalecua_nb.core.tasks import parse_task
 from scalecua_nb.desktop.base import Desktop, DesktopError, SetupError
 from scalecua_nb.desktop.bench import family
-from scalecua_nb.desktop.bubble import check, state_root, sweep
+from scalecua_nb.desktop.bubble import check, sweep
+from scalecua_nb.desktop.channel import FileRefused
 from scalecua_nb.desktop.pool import Pool
 from scalecua_nb.desktop.probe import Settle
-from scalecua_nb.desktop.sandbox import FileRefused, SandboxDesktop
+from scalecua_nb.desktop.sandbox import SandboxDesktop
 
 try: check(); missing = ''
 except DesktopError as e: missing = str(e)

@@ -13,7 +13,7 @@ from .bubble import advice
 __all__ = ['LAUNCHERS', 'BLUE', 'DATE', 'FOLDERS', 'office_settings', 'home_files', 'write_home', 'copy_home', 'template_key',
            'age']
 
-# %% ../../nbs/desktop/home.ipynb #36e82bc2
+# %% ../../nbs/desktop/home.ipynb #423b2936
 LAUNCHERS = ('pcmanfm', 'xfce4-terminal', 'org.xfce.mousepad', 'libreoffice-calc')
 BLUE = '#2f5d8a'
 
@@ -21,6 +21,7 @@ def _ini(**sections): return '\n'.join(f'[{s}]\n' + ''.join(f'{k}={v}\n' for k, 
 
 _GTK = {'gtk-theme-name': 'Adwaita', 'gtk-icon-theme-name': 'Adwaita', 'gtk-font-name': 'DejaVu Sans 10', 'gtk-cursor-blink': 0, 'gtk-enable-animations': 0, 'gtk-cursor-theme-name': 'Adwaita'}
 
+# %% ../../nbs/desktop/home.ipynb #3569535f
 _TINT2 = '''rounded = 0
 border_width = 0
 background_color = #23272e 100
@@ -75,6 +76,7 @@ mouse_right = close
 tooltip_show_timeout = 100
 '''
 
+# %% ../../nbs/desktop/home.ipynb #92ee0e28
 _THEME = '''border.width: 1
 padding.width: 8
 padding.height: 5
@@ -129,6 +131,7 @@ def _openbox() -> str:
         text = re.sub(old, new, text, flags=re.S)
     return text
 
+# %% ../../nbs/desktop/home.ipynb #f063ce6e
 _OFFICE = {
     '/org.openoffice.Office.Common/Misc': dict(ShowTipOfTheDay=False, FirstRun=False, PerformFileExtCheck=False, CrashReport=False, UseLocking=False),
     '/org.openoffice.Office.Common/Save/Document': dict(WarnAlienFormat=False),
@@ -150,6 +153,7 @@ def office_settings() -> str:
     return ('<?xml version="1.0" encoding="UTF-8"?>\n<oor:items xmlns:oor="http://openoffice.org/2001/registry" xmlns:xs="http://www.w3.org/2001/XMLSchema" '
             f'xmlns:xsi="http://www.w3.org/2001/XMLSchema-instance">\n{items}</oor:items>\n')
 
+# %% ../../nbs/desktop/home.ipynb #0fe702bf
 def home_files() -> dict[str, str | bytes]:  # path below the home -> content
     "Every file of a fresh home."
     xauth = b''.join(struct.pack('>H', n) if isinstance(n, int) else struct.pack('>H', len(n)) + n for n in (0xffff, b'', b'0', b'MIT-MAGIC-COOKIE-1', bytes(16)))
@@ -184,6 +188,7 @@ def home_files() -> dict[str, str | bytes]:  # path below the home -> content
         '.config/libreoffice/4/user/registrymodifications.xcu': office_settings(),
     }
 
+# %% ../../nbs/desktop/home.ipynb #6dfcbe11
 DATE = 1_767_603_600                         # 2026-01-05 09:00 UTC: when everything in a fresh home was made
 FOLDERS = ('Desktop', 'Documents', 'Downloads', 'Music', 'Pictures', 'Templates', 'Videos')
 
