@@ -33,7 +33,7 @@ def to_grid(
     "The grid point nearest the middle of a pixel; `to_pixels` of it is that pixel again on screens up to 1000 pixels."
     return tuple(max(0, min(GRID, math.ceil((p + .5) * GRID / s - .5))) for p, s in zip(pixel, size))
 
-# %% ../../nbs/core/actions.ipynb #ca25f1b7
+# %% ../../nbs/core/actions.ipynb #00a3fa78
 class _Action(BaseModel):
     model_config = ConfigDict(extra='forbid', frozen=True)
 
@@ -41,68 +41,103 @@ class _Click(_Action):
     coordinate: Point | None = None        # grid point; None: where the pointer is
     text: str = Field('', max_length=40)   # modifier keys held, joined by +
 
-class LeftClick(_Click):   action: Literal['left_click'] = 'left_click'
-class RightClick(_Click):  action: Literal['right_click'] = 'right_click'
-class MiddleClick(_Click): action: Literal['middle_click'] = 'middle_click'
-class DoubleClick(_Click): action: Literal['double_click'] = 'double_click'
-class TripleClick(_Click): action: Literal['triple_click'] = 'triple_click'
+class LeftClick(_Click):
+    "Press and release the left button."
+    action: Literal['left_click'] = 'left_click'
+
+class RightClick(_Click):
+    "Press and release the right button."
+    action: Literal['right_click'] = 'right_click'
+
+class MiddleClick(_Click):
+    "Press and release the middle button."
+    action: Literal['middle_click'] = 'middle_click'
+
+class DoubleClick(_Click):
+    "Click the left button twice."
+    action: Literal['double_click'] = 'double_click'
+
+class TripleClick(_Click):
+    "Click the left button three times: a line or a paragraph in most programs."
+    action: Literal['triple_click'] = 'triple_click'
 
 class LeftClickDrag(_Action):
+    "Hold the left button from one point to another."
     action: Literal['left_click_drag'] = 'left_click_drag'
     start_coordinate: Point | None = None  # grid point where the button goes down; None: where the pointer is
     coordinate: Point                      # grid point where it comes up
     text: str = Field('', max_length=40)   # modifier keys held
 
 class MouseMove(_Action):
+    "Move the pointer."
     action: Literal['mouse_move'] = 'mouse_move'
-    coordinate: Point
+    coordinate: Point                      # grid point
 
 class LeftMouseDown(_Action):
+    "Press the left button and keep it down."
     action: Literal['left_mouse_down'] = 'left_mouse_down'
-    coordinate: Point | None = None
+    coordinate: Point | None = None        # grid point; None: where the pointer is
 
 class LeftMouseUp(_Action):
+    "Release the left button."
     action: Literal['left_mouse_up'] = 'left_mouse_up'
-    coordinate: Point | None = None
+    coordinate: Point | None = None        # grid point; None: where the pointer is
 
-# %% ../../nbs/core/actions.ipynb #b2973a97
+# %% ../../nbs/core/actions.ipynb #c4ede0fb
 Seconds = Annotated[float, Field(ge=0, le=60)]
 
 class Key(_Action):
+    "Press a key or a combination of keys."
     action: Literal['key'] = 'key'
     text: str = Field(min_length=1, max_length=80)      # a key or a combination: "Return", "ctrl+s"
 
 class HoldKey(_Action):
+    "Hold a key or a combination for a while."
     action: Literal['hold_key'] = 'hold_key'
-    text: str = Field(min_length=1, max_length=80)
+    text: str = Field(min_length=1, max_length=80)      # as for `key`
     duration: Seconds                                   # seconds
 
 class Type(_Action):
+    "Type a text into what has the focus."
     action: Literal['type'] = 'type'
     text: str = Field(max_length=20_000)                # typed exactly, Unicode included
 
 class Scroll(_Action):
+    "Turn the wheel."
     action: Literal['scroll'] = 'scroll'
-    coordinate: Point | None = None
+    coordinate: Point | None = None                     # grid point; None: where the pointer is
     direction: Literal['up', 'down', 'left', 'right']
     amount: int = Field(3, ge=1, le=50)                 # wheel clicks
 
-class Screenshot(_Action):     action: Literal['screenshot'] = 'screenshot'
-class CursorPosition(_Action): action: Literal['cursor_position'] = 'cursor_position'
+class Screenshot(_Action):
+    "Only look: every turn ends with a screenshot anyway."
+    action: Literal['screenshot'] = 'screenshot'
+
+class CursorPosition(_Action):
+    "Ask where the pointer is."
+    action: Literal['cursor_position'] = 'cursor_position'
 
 class Wait(_Action):
+    "Do nothing for a while."
     action: Literal['wait'] = 'wait'
     duration: Seconds = 1.0                             # seconds
 
-# %% ../../nbs/core/actions.ipynb #d13d4628
-class Done(_Action): action: Literal['done'] = 'done'
-class Fail(_Action): action: Literal['fail'] = 'fail'
+# %% ../../nbs/core/actions.ipynb #0aebcef9
+class Done(_Action):
+    "Say that the task is completed; ends the episode."
+    action: Literal['done'] = 'done'
+
+class Fail(_Action):
+    "Say that the task cannot be done; ends the episode."
+    action: Literal['fail'] = 'fail'
 
 class Answer(_Action):
+    "Submit a value that the task asked for; ends the episode."
     action: Literal['answer'] = 'answer'
     text: str = Field(max_length=20_000)                # the submitted value
 
 class WriteFile(_Action):
+    "Write a text file on the desktop."
     action: Literal['write_file'] = 'write_file'
     text: str = Field(min_length=1, max_length=4096)    # path on the desktop
     content: str = Field('', max_length=1_000_000)      # what to write, as UTF-8
