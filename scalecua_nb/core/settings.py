@@ -76,7 +76,7 @@ class LossSettings(Settings):
     unfinished_penalty: Annotated[float, Field(ge=-1, le=0)] = -0.2
     "Added to the reward of an episode that hit a limit of turns or tokens."
 
-# %% ../../nbs/core/settings.ipynb #6436f979
+# %% ../../nbs/core/settings.ipynb #d739bf9c
 class SamplerSettings(Settings):
     "Frontier Sampling and its baselines. Source: §3.3, Eq. 1 and 2; Table 10; Table 11."
 
@@ -99,7 +99,7 @@ class SamplerSettings(Settings):
     p_max: Share = 1.0
     "Tasks with a higher initial pass rate leave the pool (0.9 in §3.3, 1 in Table 10)."
     refills: CountOrZero = 3
-    "DAPO: at most this many further draws to replace groups without spread. Not in the paper."
+    "DAPO: groups without spread are replaced by further draws, at most this many times the batch. Not in the paper."
     window: Annotated[float, Field(gt=0, le=1)] = 0.25
     "Curriculum: share of the tasks that is open at a time. Not in the paper."
     pace: Annotated[float, Field(gt=0, le=1)] = 0.8
