@@ -59,8 +59,9 @@ def interpreter() -> tuple[Path, list[Path], list[Path]]:  # binary; folders to 
     hide = [p for p in (stdlib / 'site-packages', stdlib / 'dist-packages', stdlib.parent / 'python3' / 'dist-packages') if p.is_dir()]
     return binary, show, hide
 
-# %% ../../nbs/judging/packages.ipynb #e9dd4f07
-_PARTS = {'lxml': ('lxml.etree',), 'PIL': ('PIL.Image',), 'xml': ('xml.etree.ElementTree',), 'urllib': ('urllib.parse',), 'rapidfuzz': ('rapidfuzz.fuzz',)}
+# %% ../../nbs/judging/packages.ipynb #9804795e
+_PARTS = {'openpyxl': ('openpyxl', 'openpyxl.packaging.extended', 'encodings.cp437'),      # the last two: what it imports when it opens a file
+          'lxml': ('lxml.etree',), 'PIL': ('PIL.Image',), 'xml': ('xml.etree.ElementTree',), 'urllib': ('urllib.parse',), 'rapidfuzz': ('rapidfuzz.fuzz',)}
 
 def named_imports(
     source: str,      # Python source of a judge; what does not parse names nothing
