@@ -19,14 +19,14 @@ from .wire import WireError, clean, encode, read_frame
 # %% auto #0
 __all__ = ['ServerDied', 'Jail']
 
-# %% ../../nbs/judging/jail.ipynb #c84dbe25
+# %% ../../nbs/judging/jail.ipynb #7328df34
 class ServerDied(Exception):
     "The jail's server is gone; its requests can be tried again on another."
 
 class _Server:
     "One fork-server and its forks."
     ids = itertools.count(1)
-    def __init__(self): self.forks: dict[int, asyncio.Future] = {}; self.alive = False
+    def __init__(self): self.forks: dict[int, asyncio.Future] = {}; self.alive = False; self.said = b''
 
     async def start(self):
         try: _filter(False)
@@ -49,7 +49,9 @@ class _Server:
             await self.close()
             raise JailError(remedy(said)) from None
 
-    def _last_words(self) -> str: return (self.process.stderr.read() or b'').decode('utf8', 'replace').strip().rpartition('\n')[2]
+    def _last_words(self) -> str:
+        self.said += self.process.stderr.read() or b''
+        return self.said.decode('utf8', 'replace').strip().rpartition('\n')[2]
 
     def _hear(self):
         while self.alive:

@@ -154,7 +154,7 @@ def errors_score_nothing(s: Subject):
             for r in (n for n in ast.walk(h) if isinstance(n, ast.Return)):
                 if isinstance(v := _literal(r.value), (int, float)) and v > 0: yield f'{name} line {r.lineno}', f'scores {v} after an exception; return 0.0 or let it raise'
 
-# %% ../../nbs/judging/rules.ipynb #55f73f4b
+# %% ../../nbs/judging/rules.ipynb #0dc73527
 _ENV = ('controller', 'vm_platform', 'cache_dir')
 
 @rule('Only these cross the jail: env.controller with seven calls, env.vm_platform and env.cache_dir.', {}, dict(getter='return env.controller.execute("ls")'))
@@ -168,7 +168,7 @@ def interface(s: Subject):
                 case [e, 'controller', a] if e == env and a not in CALLS: yield f'{name} line {n.lineno}', f'env.controller has no {a}; it has {", ".join(CALLS)}'
 
 _WRITES_SHELL = re.compile(r'(?:^|[;&|(`\n]|\$\()\s*(?:sudo\s+)?(?:rm|mv|cp|ln|touch|mkdir|rmdir|tee|dd|truncate|chmod|chown|kill|pkill|killall|xdotool|wmctrl|sed\s+(?:-\w*\s+)*-i|gsettings\s+(?:set|reset)|dconf\s+(?:write|reset|load)|apt\S*|pip\S*|git\s+(?:add|commit|checkout|reset|clone))\b'
-                           r'|(?<![0-9<>=-])>{1,2}\s*(?!/dev/null|&)\S', re.M)
+                           r'|(?<![0-9<>=-])>{1,2}\s*(?!/dev/null|&|=|\d)\S', re.M)
 _WRITES_PYTHON = re.compile(r'pyautogui\.(?:click|write|press|hotkey|type|drag|moveTo|scroll|keyDown|keyUp|doubleClick|rightClick)|\.write_(?:text|bytes)\(|open\([^)]*,\s*(?:mode\s*=\s*)?[\'"][wax+]|os\.(?:remove|unlink|rename|replace|mkdir|makedirs|rmdir|system|kill)\(|shutil\.(?:rmtree|move|copy)|subprocess\.')
 
 @rule('A judge looks and does not touch: what it changes on the desktop may be what it is about to judge.', dict(getter='return env.controller.run_bash_script("grep -c x /home/user/a.txt 2>/dev/null")["output"]'),
