@@ -154,8 +154,8 @@ def add_job(
                   context_settings=dict(allow_extra_args=True, ignore_unknown_options=True, help_option_names=[]))(job)
 
 add_job(app, "verigen", "scalecua_nb.verigen.loop:main", "Synthesise tasks with executable judges and prove them on desktops.")
-add_job(app, "train", "scalecua_nb.rl.stages:main", "Train a policy online on a pool of tasks.")
-add_job(app, "eval", "scalecua_nb.eval.benchmark:main", "Measure success and pass@k of a policy on a pool of tasks.")
+add_job(app, "train", "scalecua_nb.launch.train:train", "Train a policy online on a pool of tasks.")
+add_job(app, "eval", "scalecua_nb.launch.train:evaluate", "Measure success and pass@k of a policy on a pool of tasks.")
 
 # %% ../nbs/cli.ipynb #e2ca870d
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Benchmarks: progress on stderr, one JSON object as the last line of stdout.")
