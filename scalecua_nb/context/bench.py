@@ -48,9 +48,9 @@ class Conversation:
     def observe(self, turn): return [Text('\n<|im_start|>user\n<tool_response>'), Image(self.screens[turn]), Text('</tool_response><|im_end|>\n<|im_start|>assistant\n')]
     def dropped(self, turn): return [Text(f'[The screenshot after turn {turn} is no longer shown]')]
 
-# %% ../../nbs/context/bench.ipynb #51ac2b53
+# %% ../../nbs/context/bench.ipynb #e0a2fab6
 class Literal2:
-    "Algorithm 2 as it is printed: the whole history is tokenised twice a turn. Source: appendix C.1."
+    "Algorithm 2, the whole history tokenised twice a turn as it is printed. Source: appendix C.1."
     def __init__(self, codec, keep, delta):
         self.codec, self.keep, self.delta, self.n_img, self.segments, self.history = codec, keep, delta, 0, [], []
 
