@@ -155,7 +155,7 @@ class Stream:
         self._close(); self._sampled = []
         return self.segments
 
-# %% ../../nbs/context/stream.ipynb #422cea90
+# %% ../../nbs/context/stream.ipynb #40bcd141
 def draw_segments(
     segments: Sequence[Segment],   # of one rollout, in order
     ax=None,                       # matplotlib axes; None makes some
@@ -164,7 +164,7 @@ def draw_segments(
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
     from scalecua_nb.core.plots import PALETTE
-    kinds = (('context (mask 0)', '#BDBDBD'), ('screenshot', PALETTE['sky']), ('trained (mask 1)', PALETTE['green']))
+    kinds = (('context (mask 0)', '#DDDDDD'), ('screenshot', PALETTE['sky']), ('trained (mask 1)', PALETTE['green']))
     ax = ax or plt.gca()
     for row, segment in enumerate(segments):
         kind = segment.mask.astype(int) * 2
