@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-# %% ../../nbs/engine/kv.ipynb #0ca86c7b
+# %% ../../nbs/engine/kv.ipynb #dcb66341
 class SlotLayer(CacheLayerMixin):
     "Keys and values of one attention layer, [slots, heads, capacity, head dim]."
     is_sliding = False
@@ -40,15 +40,16 @@ class SlotLayer(CacheLayerMixin):
         p, out = self.plan, []
         for store, new in ((self.keys, key_states), (self.values, value_states)):
             if p.together: store[p.rows, :, p.first:p.first + new.shape[2]] = new
-            else: store[p.index, :, p.columns] = new.transpose(1, 2)
-            out.append(store[p.rows, :, :p.length])
+            else: store[p.index[:, None], :, p.columns] = new.transpose(1, 2)
+            seen = store[:, :, :p.length]
+            out.append(seen[p.rows] if isinstance(p.rows, slice) else seen.index_select(0, p.rows))
         return tuple(out)
 
     def get_mask_sizes(self, query_length): return self.plan.length, 0
     def get_seq_length(self): return 0 if not self.is_initialized else self.plan.length
     def get_max_length(self): return -1
 
-# %% ../../nbs/engine/kv.ipynb #9d4b31a5
+# %% ../../nbs/engine/kv.ipynb #e1a6d091
 class SlotPlan:
     "Where the next forward reads and writes."
     def __init__(self):
@@ -70,7 +71,7 @@ class SlotPlan:
         self.first = int(starts[0])
         index = torch.from_numpy(rows).to(device)
         self.rows = slice(int(rows[0]), int(rows[-1]) + 1) if neighbours else index
-        self.index, self.columns = index[:, None], torch.from_numpy(starts[:, None] + np.arange(width)).to(device)
+        self.index, self.columns = index, torch.from_numpy(starts[:, None] + np.arange(width)).to(device)
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
         "Additive mask [B, 1, width, length]: a token sees itself and what came before it in its own slot."
