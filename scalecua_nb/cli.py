@@ -164,7 +164,7 @@ app.add_typer(bench, name="bench")
 BENCHES = dict(
     sampling=("scalecua_nb.sampling.bench:bench", "Frontier Sampling: a draw and an update over a million tasks."),
     stream=("scalecua_nb.context.bench:bench", "The token stream against tokenising the whole history at every turn."),
-    minidesk=("scalecua_nb.agent.bench:bench", "Simulated desktop steps and policy steps per second."),
+    minidesk=("scalecua_nb.rl.bench:bench", "Simulated desktop steps and policy steps per second."),
     desktop=("scalecua_nb.desktop.bench:bench", "Live desktops: start, reset, screenshot, click, memory."),
     jail=("scalecua_nb.judging.bench:bench", "Verdicts per second of isolated judges, and their isolation."),
 )
