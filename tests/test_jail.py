@@ -120,7 +120,10 @@ ERRORS = {   # name -> (metric, getter, what the detail says)
     'blocks signals':     ('import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nfor s in (2, 14, 15): signal.signal(s, signal.SIG_IGN)\nwhile True: pass', '', '(processor time|no score)'),
 }
 
-@pytest.mark.parametrize('name', ERRORS)
+SLOW = {'loops', 'loops in C', 'sleeps', 'half a frame', 'blocks signals', 'memory bit by bit', 'fork bomb', 'memory herd', 'threads'}       # run into a limit
+marked = lambda names: [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in names]
+
+@pytest.mark.parametrize('name', marked(ERRORS))
 async def test_is_reported_as_the_judges_error(jail, name):
     metric, getter, says = ERRORS[name]
     v = await jail.judge(request(judge(metric, getter or 'return 0')))
@@ -185,7 +188,7 @@ PROGRAMS = {   # where programs may be started; name -> metric
     'memory herd':   'import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        a = []\n        try:\n            while True: a.append(bytearray(1 << 20))\n        except MemoryError: a.clear(); time.sleep(60)\nraise ValueError',
 }
 
-@pytest.mark.parametrize('name', PROGRAMS)
+@pytest.mark.parametrize('name', marked(PROGRAMS))
 async def test_programs_die_with_the_verdict(open_jail, name):
     v = await open_jail.judge(request(judge(PROGRAMS[name])))
     assert v.score == 0. or name == 'orphan', v            # an orphan may speak for its own judge, never for another
@@ -199,6 +202,7 @@ async def test_a_program_may_run_where_allowed(open_jail):
     v = await open_jail.judge(request(judge('import subprocess, sys; return float(subprocess.run([sys.executable, "-S", "-c", "print(6*7)"], capture_output=True, text=True).stdout == "42\\n")')))
     assert v.score == 1., v
 
+@pytest.mark.slow
 async def test_neighbours_do_not_starve_each_other(open_jail):
     bombs = [request({**judge(PROGRAMS['fork bomb']), 'get_y': f'def get_y(env, config): return {i}'}) for i in range(2)]
     honest = request(judge('import subprocess, sys; return float(subprocess.run([sys.executable, "-S", "-c", "pass"]).returncode == 0)'))
@@ -217,6 +221,7 @@ async def test_a_broken_desktop_blocks_whatever_the_judge_says(jail):
     v = await jail.judge(request(judge('return 1.0', getter)))
     assert fault_of(v) == 'desktop' and 'the desktop is gone' in v.detail
 
+@pytest.mark.slow
 async def test_a_slow_desktop_blocks(jail):
     v = await jail.judge(request(judge('return 1.0', 'return env.controller.get_file("/slow")')))
     assert fault_of(v) == 'desktop' and 'get_file did not answer' in v.detail
@@ -254,6 +259,7 @@ async def test_a_killed_server_is_replaced_and_the_verdict_retried(jail):
     assert (await waiting).score == 1. and jail._servers[0] is not old
     await stays_clean(jail)
 
+@pytest.mark.slow
 async def test_a_server_that_keeps_dying_blocks(jail):
     waiting = asyncio.ensure_future(jail.judge(request(judge('import time; time.sleep(2); return 1.0'))))
     for _ in range(2):
