@@ -12,7 +12,7 @@ from ..core.settings import LossSettings
 # %% auto #0
 __all__ = ['MAX_LOG_RATIO', 'log_ratio', 'surrogate', 'kl_k3', 'policy_loss', 'Stats']
 
-# %% ../../nbs/rl/loss.ipynb #d6bece56
+# %% ../../nbs/rl/loss.ipynb #0e48171f
 MAX_LOG_RATIO = 20.0     # log-ratios are bounded here, far outside any clip range, so that e^x and its gradient stay finite
 
 def log_ratio(
@@ -37,7 +37,7 @@ def kl_k3(
     ref_logp: Tensor,     # under the reference policy
     mask: Tensor,         # 1 on trained tokens
 ) -> Tensor:              # never negative, one value a token
-    "Unbiased low-variance estimate of KL(now || reference) from tokens sampled now: r - 1 - log r with r = reference / now."
+    "Unbiased low-variance estimate of KL(now || reference) from tokens sampled now: r - 1 - log r with r = reference / now. Source: Eq. 3; Schulman 2020 (k3)."
     x = log_ratio(ref_logp, logp, mask)
     return x.exp() - 1 - x
 
