@@ -32,7 +32,7 @@ class Limits(BaseModel):
 class JailError(RuntimeError):
     "The jail cannot work on this machine, or no longer; one sentence with the remedy."
 
-# %% ../../nbs/judging/walls.ipynb #334e0f26
+# %% ../../nbs/judging/walls.ipynb #3c543c71
 SPARE_UID = 59_990                                             # the judge's user where we are root
 _INSIDE = ('wire', 'inside', 'getters', 'metrics')
 _ENV = dict(HOME='/tmp', TMPDIR='/tmp', LANG='C.UTF-8', TZ='UTC', PYTHONHASHSEED='0', PYTHONDONTWRITEBYTECODE='1', PYTHONUTF8='1',
@@ -57,7 +57,7 @@ def sandbox(
     shown |= {f'/library/scalecua_nb/judging/{m}.py': str(Path(wire.__file__).with_name(f'{m}.py')) for m in _INSIDE}
     cmd = ['bwrap', '--die-with-parent', '--new-session', '--cap-drop', 'ALL']
     cmd += ['--unshare-pid', '--unshare-net', '--unshare-ipc', '--unshare-uts', '--cap-add', 'CAP_SETUID', '--cap-add', 'CAP_SETGID'] if user else ['--unshare-all', '--uid', str(SPARE_UID), '--gid', str(SPARE_UID)]
-    folders = {str(f) for p in [*shown, '/dev/null', '/tmp/x'] for f in Path(p).parents}             # made open to all; bubblewrap would copy the host's modes
+    folders = {str(f) for p in [*shown, '/dev/null', '/tmp/x', '/empty/x'] for f in Path(p).parents}             # made open to all; bubblewrap would copy the host's modes
     for f in sorted(folders - {'/'}): cmd += ['--dir', f]
     for dest, source in shown.items(): cmd += ['--ro-bind', source, dest]
     for dest, target in links.items(): cmd += ['--symlink', target, dest]
