@@ -203,7 +203,7 @@ class InfrastructureSettings(Settings):
         "GPUs of actor and reference."
         return self.nodes * self.gpus_per_node - self.rollout_gpus
 
-# %% ../../nbs/core/settings.ipynb #ec164ab0
+# %% ../../nbs/core/settings.ipynb #6803a23a
 class WarmStartSettings(Settings):
     "Cloning a policy from oracles until it sometimes succeeds. Not in the paper, which starts from models that can act."
 
@@ -228,6 +228,8 @@ class SynthesisSettings(Settings):
 
     minidesk_tasks: CountOrZero = 400
     "Verified MiniDesk tasks wanted."
+    minidesk_families: tuple[str, ...] = ()
+    "Families of MiniDesk tasks that are synthesised and trained; empty: all that are not held out."
     live_tasks: CountOrZero = 24
     "Verified tasks wanted on live desktops, over all applications."
     rounds: Count = 3
