@@ -209,6 +209,26 @@ async def test_neighbours_do_not_starve_each_other(open_jail):
     *bad, good = await open_jail.judge_batch([*bombs, honest])
     assert [v.status for v in bad] == ['blocked'] * 2 and good.score == 1., good
 
+async def test_everything_a_judge_may_import_is_there(jail):
+    from importlib.util import find_spec
+    from scalecua_nb.judging.packages import DISTRIBUTIONS, STDLIB
+    names = sorted(n for n in {*STDLIB, *DISTRIBUTIONS.values()} if find_spec(n))
+    fns = lambda n: {f'check_{n.replace(".", "_")}': f'import {n}\ndef check_{n.replace(".", "_")}(): return 1.0'}
+    got = await jail.judge_batch([Request(Desk(), [Call(next(iter(fns(n))))], functions=fns(n)) for n in names if n != '__future__'])
+    assert [(n, v.detail) for n, v in zip([n for n in names if n != '__future__'], got) if v.score != 1.] == []
+    assert {'openpyxl', 'lxml', 'docx', 'pptx', 'pandas', 'numpy', 'PIL', 'yaml', 'rapidfuzz'} <= set(names)
+
+async def test_office_documents_open(jail):
+    fns = judge('''
+        import io, docx, pptx, pandas, lxml.etree, PIL.Image
+        d = docx.Document(); d.add_paragraph("hello"); d.save(f := io.BytesIO())
+        p = pptx.Presentation(); p.slides.add_slide(p.slide_layouts[0]).shapes.title.text = "hi"; p.save(g := io.BytesIO())
+        t = pandas.DataFrame({"a": [1, 2]}); t.to_excel(h := io.BytesIO())
+        ok = docx.Document(f).paragraphs[0].text == "hello" and pptx.Presentation(g).slides[0].shapes.title.text == "hi"
+        return float(ok and pandas.read_excel(h)["a"].sum() == 3)''')
+    v = await jail.judge(request(fns))
+    assert v.score == 1., v
+
 # what a desktop does
 
 async def test_missing_file_is_none_and_raising_scores_0(jail):
