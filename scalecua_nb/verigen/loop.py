@@ -76,7 +76,7 @@ class Journal:
         "The rounds of a place, blocked ones aside: they say nothing and are run again."
         return [r for r in self.rounds if r.place == place and r.outcome != 'blocked']
 
-# %% ../../nbs/verigen/loop.ipynb #ed782409
+# %% ../../nbs/verigen/loop.ipynb #bdf45712
 class Loop:
     "Fills places of a pool with verified tasks. Source: §3.2, appendix B."
     def __init__(self,
@@ -131,7 +131,7 @@ class Loop:
         by = {o.role: o for o in r.opinions}
         candidate.task.metadata = dict(candidate.task.metadata, validation=validation(by, [x.name for x in self.left_out]))
         if self.candidates: write_atomic(self.candidates / f'{candidate.id}.json', json.dumps(candidate.to_json(), ensure_ascii=False).encode())
-        self.pool.add(candidate.task, candidate.functions, place=r.place, application=r.application, template=r.template, verified_by=sorted(by), rounds=r.attempt + 1)
+        self.pool.add(candidate.task, candidate.functions, place=r.place, application=candidate.application, template=r.template, verified_by=sorted(by), rounds=r.attempt + 1)
         r.outcome = 'accepted'
 
 # %% ../../nbs/verigen/loop.ipynb #43c2049e
@@ -284,7 +284,7 @@ async def synthesise(
         done = {p: journal.of(p) for p in {r.place for r in journal.rounds}}
         return dict(summarise(pool, journal.rounds), places=len(done), seconds=round(time.monotonic() - start, 1), left_out={x.name: x.why for x in loop.left_out})
 
-# %% ../../nbs/verigen/loop.ipynb #1e29cd62
+# %% ../../nbs/verigen/loop.ipynb #d02f67ca
 def main(
     out: str = 'runs/verigen',        # folder of the run: pool/ with the tasks, rounds.jsonl, candidates/, episodes/
     applications: str = 'calc,files', # applications with a task grammar, separated by commas
@@ -293,9 +293,10 @@ def main(
     seed: int = 0,                    # first seed
     rounds: int = 3,                  # candidates tried for one place
     without: str = '',                # roles to switch off, separated by commas: rules, checker
+    templates: str = '',              # only these templates of the applications, separated by commas; empty: all
     resume: bool = True,              # go on with a run that is in the folder already
     seconds: float = 0.,              # start no further candidate after this many seconds; 0: no limit
 ) -> dict:                            # figures of the run
     "Synthesise tasks with executable judges, prove them on desktops, and keep the proved ones in a pool. Ctrl-C keeps what was accepted; the same command goes on."
     split = lambda text: [x.strip() for x in text.split(',') if x.strip()]
-    return asyncio.run(synthesise(out, split(applications), count, workers, seed, rounds, split(without), resume, seconds=seconds or float('inf')))
+    return asyncio.run(synthesise(out, split(applications), count, workers, seed, rounds, without=split(without), templates=split(templates), resume=resume, seconds=seconds or float('inf')))
