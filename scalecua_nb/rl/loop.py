@@ -36,7 +36,7 @@ class Group:
 
 RunRollout = Callable[[str, str, str, int], Awaitable[Episode]]     # (task id, rollout id, group id, seed) -> a judged episode
 
-# %% ../../nbs/rl/loop.ipynb #9ad9437d
+# %% ../../nbs/rl/loop.ipynb #64890b1f
 class Collector:
     "Rolls out groups and hands them out as they finish. Source: §3.3, appendix D (concurrency)."
     def __init__(self,
@@ -64,7 +64,10 @@ class Collector:
         n += min(surplus, max(0, self.sampler.available(busy) - n))
         if n > 0: self._launch(self.sampler.draw(n, exclude=busy))
 
-    async def step(self, n: int, refills: int = 0) -> tuple[list[Group], list[Group]]:
+    async def step(self,
+        n: int,             # groups wanted
+        refills: int = 0,   # filtered groups replaced at most, for each group wanted
+    ) -> tuple[list[Group], list[Group]]:
         "`n` finished groups that the sampler keeps, and those it filtered out. Fewer where the pool has no more tasks."
         need = max(0, n - len(self.tasks))
         self._draw(need, max(0, self.in_flight - len(self.tasks) - need))
