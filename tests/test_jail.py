@@ -271,9 +271,8 @@ async def test_different_judges_never_share_a_fork(jail):
     assert [v.score for v in got] == [0.] * 16
 
 async def test_a_killed_server_is_replaced_and_the_verdict_retried(jail):
-    slow = judge('import time; time.sleep(1); return 1.0')
-    waiting = asyncio.ensure_future(jail.judge(request(slow)))
-    await asyncio.sleep(.3)
+    waiting = asyncio.ensure_future(jail.judge(request(judge('import time; time.sleep(1); return 1.0'))))
+    while not (jail._servers[0] and jail._servers[0].forks): await asyncio.sleep(.02)
     old = jail._servers[0]
     old.process.kill()
     assert (await waiting).score == 1. and jail._servers[0] is not old
@@ -281,11 +280,11 @@ async def test_a_killed_server_is_replaced_and_the_verdict_retried(jail):
 
 @pytest.mark.slow
 async def test_a_server_that_keeps_dying_blocks(jail):
-    waiting = asyncio.ensure_future(jail.judge(request(judge('import time; time.sleep(2); return 1.0'))))
-    for _ in range(2):
-        await asyncio.sleep(.6)
+    waiting, killed = asyncio.ensure_future(jail.judge(request(judge('import time; time.sleep(3); return 1.0')))), set()
+    while len(killed) < 2 and not waiting.done():
+        await asyncio.sleep(.05)
         server = jail._servers[0]
-        if server: server.process.kill()
+        if server and server not in killed and server.forks: server.process.kill(); killed.add(server)
     v = await waiting
     assert fault_of(v) == 'jail', v
     await stays_clean(jail)
