@@ -61,10 +61,10 @@ def runner(
         return episode
     return run
 
-# %% ../../nbs/rl/stages.ipynb #9c3528fe
+# %% ../../nbs/rl/stages.ipynb #6ead783d
 async def probe(
-    run: RunRollout,
-    task_ids: Sequence[str],
+    run: RunRollout,              # one judged rollout
+    task_ids: Sequence[str],      # what to probe
     rollouts: int,                # of each task; 0: nothing is rolled out and every rate is None
     seed: int = 0,
     threshold: float = 1.0,       # a rollout succeeds with at least this score
@@ -82,12 +82,12 @@ async def probe(
         if e.score is not None: scores.setdefault(e.task_id, []).append(float(e.score >= threshold))
     return {t: float(np.mean(scores[t])) if t in scores else None for t in task_ids}, episodes
 
-# %% ../../nbs/rl/stages.ipynb #c58c1bdb
+# %% ../../nbs/rl/stages.ipynb #2f56d8de
 def identity(
-    config: Config,
-    stage: str,
-    task_ids: Sequence[str],
-) -> dict[str, Any]:
+    config: Config,            # of the run
+    stage: str,                # its name
+    task_ids: Sequence[str],   # of the pool, in order
+) -> dict[str, Any]:           # JSON-ready
     "What a checkpoint of a stage must agree with to be resumed: everything that shapes the numbers."
     c = config.model_dump(mode='json')
     for free in ('name', 'description', 'track', 'evaluation', 'synthesis', 'infrastructure', 'warm_start', 'stages'): c.pop(free)
@@ -95,12 +95,12 @@ def identity(
     return dict(stage=stage, config=c, tasks=hashlib.sha256('\n'.join(task_ids).encode()).hexdigest())
 
 async def train_stage(
-    folder: str | Path,                      # metrics, snapshots of pass rates and checkpoints go here; resumed where there is a checkpoint
-    config: Config,
+    folder: str | Path,                      # metrics and checkpoints go here; resumed where there is a checkpoint
+    config: Config,                          # resolved settings
     pass_rates: Mapping[str, float | None],  # of the pool's tasks, None: not probed
-    run: RunRollout,
-    trainer: Trainer,
-    engine: Engine,
+    run: RunRollout,                         # one judged rollout
+    trainer: Trainer,                        # whose weights are trained
+    engine: Engine,                          # what `run` samples from; gets the weights
     iterations: int,                         # in this stage
     stage: str,                              # its name
     start: Progress = Progress(),            # counters at its start, such as rollouts already spent
