@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SPECIAL_TOKENS', 'PAD', 'BOS', 'EOS', 'VISION_START', 'VISION_END', 'IMAGE_PAD', 'VIDEO_PAD', 'BANNED', 'PATCH',
-           'MERGE', 'TOKEN_PIXELS', 'image_grid', 'tiny_config', 'build_tiny_model', 'tiny_image_processor']
+           'MERGE', 'TOKEN_PIXELS', 'image_grid', 'tiny_config', 'build_tiny_model', 'copying_attention',
+           'tiny_image_processor']
 
 # %% ../../nbs/engine/tiny_model.ipynb #835fa418
 import torch
@@ -60,6 +61,20 @@ def build_tiny_model(
         model.get_input_embeddings().weight.normal_(0, 0.5)
         model.model.language_model.norm.weight.fill_(0.25)
     return model.float().eval()
+
+# %% ../../nbs/engine/tiny_model.ipynb #ae22d7d5
+@torch.no_grad()
+def copying_attention(
+    model: Qwen3VLForConditionalGeneration,   # with as many key-value heads as heads; changed in place
+) -> Qwen3VLForConditionalGeneration:
+    "Start every attention layer as one that copies: per head, query = key and output = transposed value. Source: Trockman and Kolter, Mimetic Initialization of Self-Attention Layers, 2023."
+    text = model.config.text_config
+    if text.num_key_value_heads != text.num_attention_heads: raise ValueError(f"copying_attention: {text.num_key_value_heads} key-value heads serve {text.num_attention_heads} heads; each head needs its own")
+    for layer in model.model.language_model.layers:
+        attention = layer.self_attn
+        attention.q_proj.weight.copy_(attention.k_proj.weight)
+        attention.o_proj.weight.copy_(attention.v_proj.weight.T)
+    return model
 
 # %% ../../nbs/engine/tiny_model.ipynb #2d15b2ee
 def tiny_image_processor() -> Qwen2VLImageProcessorPil:
