@@ -36,7 +36,7 @@ class Harness(Protocol):
     def parse(self, generation: Generation) -> ParsedTurn:
         "Read a reply. Never raises."
 
-# %% ../../nbs/agent/agents.ipynb #54ab2ec9
+# %% ../../nbs/agent/agents.ipynb #015c577c
 class TokenAgent:
     "A policy: harness, stream and engine. One instance runs one episode. Source: §3.4, Algorithm 2."
     def __init__(self,
@@ -46,7 +46,7 @@ class TokenAgent:
         sampling: Sampling = Sampling(),   # temperature and the like; stop, bans and length come from the harness
         seed: int | None = None,      # of the rollout; None: not reproducible
         rollout_id: str = '', group_id: str = '',
-        max_length: int = 40_000,     # longest prompt in tokens (Table 10)
+        max_length: int = 40_000,     # tokens of the longest segment, prompt included (Table 10)
     ):
         self.harness, self.engine, self.context, self.seed, self.max_length = harness, engine, context, seed, max_length
         self.rollout_id, self.group_id = rollout_id, group_id
