@@ -44,7 +44,7 @@ class Attempt:
         "What is kept of a judged episode."
         return cls(episode.task_id, family, index, episode.score, episode.end or '', len(episode.turns), round(episode.seconds, 3), episode.cause or (episode.verdict.detail if episode.verdict else ''))
 
-# %% ../../nbs/eval/benchmark.ipynb #210aaee3
+# %% ../../nbs/eval/benchmark.ipynb #c3719ce3
 @dataclass
 class Result:
     "Attempts of a policy at a set of tasks, and what follows from them."
@@ -60,9 +60,13 @@ class Result:
         return out, ids
 
     @property
-    def success(self) -> Spread: return over_passes(self.matrix()[0])
+    def success(self) -> Spread:
+        "Share of successes, with its spread over passes. Source: Tables 2 and 3."
+        return over_passes(self.matrix()[0])
     @property
-    def score(self) -> Spread: return over_passes(self.matrix(False)[0])
+    def score(self) -> Spread:
+        "Mean score, partial credit included, with its spread over passes."
+        return over_passes(self.matrix(False)[0])
     @property
     def blocked(self) -> float:
         "Share of attempts that say nothing about the policy."
