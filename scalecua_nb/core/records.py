@@ -146,7 +146,7 @@ class Segment:
         "The token arrays by name, as the store writes them."
         return dict(ids=self.ids, mask=self.mask, logp=self.logp, version=self.version, turn=self.turn)
 
-# %% ../../nbs/core/records.ipynb #c56c2c28
+# %% ../../nbs/core/records.ipynb #9af07e61
 @dataclass(slots=True)
 class Verdict:
     "What a judge said."
@@ -156,7 +156,9 @@ class Verdict:
     subscores: dict[str, float] = field(default_factory=dict)
 
     @property
-    def blocked(self) -> bool: return self.status == 'blocked'
+    def blocked(self) -> bool:
+        "The judge or the infrastructure broke: no score."
+        return self.status == 'blocked'
 
 End = Literal['done', 'answer', 'fail', 'turn_limit', 'length', 'agent_broke', 'blocked']
 ENDS = ('done', 'answer', 'fail', 'turn_limit', 'length', 'agent_broke', 'blocked')
