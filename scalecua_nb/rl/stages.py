@@ -28,21 +28,23 @@ from ..sampling.baselines import make_sampler
 # %% auto #0
 __all__ = ['Policy', 'runner', 'probe', 'identity', 'train_stage']
 
-# %% ../../nbs/rl/stages.ipynb #35b6201e
+# %% ../../nbs/rl/stages.ipynb #cd76e09e
 @dataclass
 class Policy:
     "What samples actions: one model family behind one engine."
-    harness: Harness
-    engine: Engine
-    context: ContextPolicy
-    config: Config
+    harness: Harness          # what to show and how to read a reply
+    engine: Engine            # samples the tokens
+    context: ContextPolicy    # which screenshots stay visible
+    config: Config            # temperature, limits, longest segment
 
     def agent(self, desktop: Desktop | None, rollout_id: str, seed: int | None, group_id: str = '', greedy: bool = False) -> TokenAgent:
         "A fresh agent for one episode."
         return TokenAgent(self.harness, self.engine, self.context, Sampling(temperature=self.config.rl.temperature, greedy=greedy), seed, rollout_id, group_id, self.config.rl.max_length)
 
     @property
-    def limits(self) -> Limits: return Limits(self.config.rl.max_turns)
+    def limits(self) -> Limits:
+        "When its episodes are cut off."
+        return Limits(self.config.rl.max_turns)
 
 def runner(
     policy: Policy,
