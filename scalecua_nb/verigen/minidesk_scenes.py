@@ -12,9 +12,9 @@ from ..desktop.minidesk import cell_point
 from ..desktop.minidesk_state import COLS, HIGHEST, SYMBOLS, WALLPAPERS, click, desk, key, widget, window
 
 # %% auto #0
-__all__ = ['Cell', 'Layout', 'Maker', 'R', 'FAMILIES', 'Move', 'Scene', 'layout_of', 'press', 'check', 'uncheck', 'radio',
-           'set_to', 'menu', 'move', 'fetch', 'popup', 'tab_press', 'tab_check', 'code', 'recall', 'chain', 'Family',
-           'draw_scene', 'solved']
+__all__ = ['Cell', 'Layout', 'Maker', 'R', 'FAMILIES', 'OUTCOMES', 'Move', 'Scene', 'layout_of', 'press', 'check', 'uncheck',
+           'radio', 'set_to', 'menu', 'move', 'fetch', 'popup', 'tab_press', 'tab_check', 'code', 'recall', 'chain',
+           'Family', 'draw_scene', 'solved', 'score_of']
 
 # %% ../../nbs/verigen/minidesk_scenes.ipynb #d6f2f5db
 Cell = tuple[int, int]
@@ -239,3 +239,26 @@ def solved(
     state = copy.deepcopy(scene.state)
     for m in scene.moves if moves is None else moves: m.apply(state)
     return state
+
+# %% ../../nbs/verigen/minidesk_scenes.ipynb #b7eefa16
+def _named(state, kind): return [(f'{win["title"]}/{w["symbol"]}', w) for win in state['windows'] for w in win['widgets'] if w['kind'] == kind]
+
+OUTCOMES: dict[str, Callable[[dict], Any]] = {
+    'pressed_buttons': lambda s: sorted(n for n, w in _named(s, 'button') if w['pressed']),
+    'ticked_boxes': lambda s: sorted(n for n, w in _named(s, 'check') if w['on']),
+    'chosen_radio': lambda s: {n.split('/')[0]: w['symbol'] for n, w in _named(s, 'radio') if w['on']},
+    'stepper_values': lambda s: {n: w['value'] for n, w in _named(s, 'stepper')},
+    'menu_choices': lambda s: {n: w['chosen'] for n, w in _named(s, 'menu') if w['chosen'] is not None},
+    'file_places': lambda s: {n: w['folder'] for n, w in _named(s, 'file') if w['folder']},
+    'field_values': lambda s: {n: w['value'] for n, w in _named(s, 'field') if w['value']},
+    'all_changes': lambda s: {n: 'pressed' for n, w in _named(s, 'button') if w['pressed']} | {n: 'on' for n, w in _named(s, 'check') if w['on']} | {n: f'in {w["folder"]}' for n, w in _named(s, 'file') if w['folder']}}
+
+def score_of(
+    judge: str,              # one of `OUTCOMES`
+    expected: Any,           # what it must find
+    state: dict[str, Any],   # at the end of an episode
+) -> float:                  # in [0, 1]
+    "What a judge would say of a state."
+    got = OUTCOMES[judge](state)
+    if judge != 'all_changes': return float(got == expected)
+    return sum(got.get(k) == v for k, v in expected.items()) / len(expected) if got and not set(got) - set(expected) else 0.
