@@ -381,10 +381,14 @@ async def test_the_tree_knows_where_a_cell_is(desktop):
         cell = next(e for e in ET.fromstring(await desktop.accessibility(showing)).iter('table-cell') if e.get('name') == 'C5')
         (x, y), (w, h) = (eval(cell.get(cp + k), {}) for k in ('screencoord', 'size'))
         await desktop.act([LeftClick(coordinate=to_grid((x + w // 2, y + h // 2), desktop.size)), Type(text='here\n')])
-    await desktop.act([Key(text='ctrl+s')]); await desktop.setup([dict(type='sleep', parameters=dict(seconds=.5))])
-    await desktop.act([Key(text='ctrl+a'), Type(text='/home/user/out.ods\n'), Wait(duration=1)])
-    content = zipfile.ZipFile(io.BytesIO(await desktop.read_file('~/out.ods'))).read('content.xml').decode()
-    assert content.count('here') == 1 and 'table:number-rows-repeated="4"' in content
+    await desktop.act([Key(text='ctrl+s')])
+    while len(await desktop.windows()) < 2: await asyncio.sleep(.1)              # the file dialog
+    await desktop.act([Key(text='ctrl+a'), Type(text='/home/user/out.ods\n')])
+    async def saved():
+        try: content = zipfile.ZipFile(io.BytesIO(await desktop.read_file('~/out.ods'))).read('content.xml').decode()
+        except (FileNotFoundError, zipfile.BadZipFile, KeyError): return None    # not yet, or half of it
+        return content.count('here'), 'table:number-rows-repeated="4"' in content
+    await eventually(saved, (1, True))
 
 
 def test_missing_namespaces_are_explained(tmp_path, monkeypatch):

@@ -78,12 +78,14 @@ def write_file(home: str, path: str, data: bytes) -> None:
         while view: view = view[os.write(fd, view):]
     finally: os.close(fd)
 
-# %% ../../nbs/desktop/session.ipynb #269c0917
+# %% ../../nbs/desktop/session.ipynb #a8a296d1
 def start(
     argv: list[str],                         # program and arguments
     env: dict[str, str],                     # its whole environment
     cwd: str,                                # where it starts
     out: int, err: int,                      # descriptors its output goes to
+    fds: list[int] = (),                     # further descriptors it inherits
+    first: int = 100,                        # under this number and those after it
 ) -> int:                                    # process id
     "Fork and execute. Raises `OSError` where the program cannot be executed."
     r, w = os.pipe2(os.O_CLOEXEC)
@@ -95,6 +97,7 @@ def start(
             null = os.open('/dev/null', os.O_RDONLY)
             out, err = os.dup(out), os.dup(err)
             for i, fd in enumerate((null, out, err)): os.dup2(fd, i)
+            for i, fd in enumerate(fds): os.dup2(fd, first + i)
             os.chdir(cwd)
             os.execvpe(argv[0], argv, env)
         except OSError as e: os.write(w, struct.pack('i', e.errno))
