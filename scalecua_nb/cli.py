@@ -71,7 +71,7 @@ def pair_up(arguments: list[str]) -> list[str]:
             paired.append(key if value is None else f"{key}={value}")
     return paired
 
-# %% ../nbs/cli.ipynb #e622c963
+# %% ../nbs/cli.ipynb #9070071e
 def finish(result):
     "Print a result as the last line of stdout, as JSON."
     if result is not None: print(json.dumps(plain(result)), flush=True)
@@ -81,13 +81,14 @@ def demo(
     out: Annotated[str, typer.Option(help="Folder of the run: report.html, summary.json, checkpoints, episodes.")] = "runs/demo",
     smoke: Annotated[bool, typer.Option("--smoke", help="Every part for a moment: 5 minutes, and no claim about learning.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out from its last checkpoint.")] = False,
+    seed: Annotated[int, typer.Option(help="Of tasks, cloning and sampling.")] = 0,
 ):
     """Run the whole of ScaleCUA on this machine, on real parts, in 20 minutes.
 
     Tasks with executable judges are written and proved on live desktops and on MiniDesk; a vision-language policy is trained online in three stages; then it acts
     on held-out tasks, simulated and live. The report is OUT/report.html, its figures are in OUT/summary.json. It needs no GPU, no Docker and no API key.
     """
-    finish(call("scalecua_nb.demo:run_demo", dict(out=out, smoke=smoke, resume=resume)))
+    finish(call("scalecua_nb.demo:run_demo", dict(out=out, smoke=smoke, resume=resume, seed=seed)))
 
 @app.command()
 def test(

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Callable
 
 # %% auto #0
-__all__ = ['TYPES', 'Option', 'Command', 'read_command', 'stdout_to_stderr', 'plain', 'call', 'typer_command']
+__all__ = ['TYPES', 'UNDERSTOOD', 'Option', 'Command', 'read_command', 'stdout_to_stderr', 'plain', 'call', 'typer_command']
 
-# %% ../../nbs/dev/command.ipynb #034c3054
+# %% ../../nbs/dev/command.ipynb #9ea9bccf
 TYPES = dict(int=int, float=float, str=str, bool=bool)
+UNDERSTOOD = dict(seed="of every random choice")       # names that need no comment where they are written
 
 @dataclass(frozen=True)
 class Option:
@@ -30,7 +31,7 @@ class Command:
     help: str                   # the function's docstring
     options: list[Option] = field(default_factory=list)
 
-# %% ../../nbs/dev/command.ipynb #329b8699
+# %% ../../nbs/dev/command.ipynb #a4f933f0
 def _options(function: ast.FunctionDef | ast.AsyncFunctionDef, comments: dict[int, str], where: str):
     "The options of a parsed function."
     arguments = function.args
@@ -40,7 +41,7 @@ def _options(function: ast.FunctionDef | ast.AsyncFunctionDef, comments: dict[in
         kind = TYPES.get(argument.annotation.id) if isinstance(argument.annotation, ast.Name) else None
         if kind is None or default is None:
             raise TypeError(f"{where}: parameter '{argument.arg}' needs a default and one of the types {', '.join(TYPES)} to be an option")
-        yield Option(argument.arg, kind, ast.literal_eval(default), comments.get(default.end_lineno, ""))
+        yield Option(argument.arg, kind, ast.literal_eval(default), comments.get(default.end_lineno) or UNDERSTOOD.get(argument.arg, ""))
 
 def read_command(
     target: str,  # "package.module:function"
