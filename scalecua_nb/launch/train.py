@@ -21,7 +21,7 @@ from ..rl.stages import probe, runner, train_stage
 # %% auto #0
 __all__ = ['run_stage', 'save_policy', 'train', 'evaluate']
 
-# %% ../../nbs/launch/train.ipynb #7d7d0fcf
+# %% ../../nbs/launch/train.ipynb #f6d30ae9
 async def run_stage(
     parts: Local,
     tasks: TaskSet,
@@ -51,15 +51,15 @@ async def _probed(file: Path, parts: Local, tasks: TaskSet, run, stage: str) -> 
     return json.loads(file.read_bytes())
 
 def save_policy(
-    parts: Local,
+    model: Any,           # the tiny policy's
     folder: str | Path,   # becomes a model folder that transformers and vLLM read
 ) -> Path:
-    "Write the policy as it stands, tokeniser and image processor included; whole or not at all."
+    "Write a policy, tokeniser and image processor included; whole or not at all."
     folder = Path(folder)
-    with atomic_folder(folder) as work: parts.model.save_pretrained(work); save_tokenizer(work)
+    with atomic_folder(folder) as work: model.save_pretrained(work); save_tokenizer(work)
     return folder
 
-# %% ../../nbs/launch/train.ipynb #d6f6ec43
+# %% ../../nbs/launch/train.ipynb #d009c274
 def _config(preset: str, seed: int, **overrides: Any) -> Config:
     return load_preset(preset, {'seed': seed, **{k: v for k, v in overrides.items() if v}})
 
@@ -82,7 +82,7 @@ def train(
         async with Local(c, model or None) as parts:
             save_resolved(c, Path(out))
             p = await run_stage(parts, tasks, out, 'train', iterations or c.stages.initial_iterations)
-            return dict(asdict(p), policy=str(save_policy(parts, Path(out) / 'policy')))
+            return dict(asdict(p), policy=str(save_policy(parts.model, Path(out) / 'policy')))
     return asyncio.run(go())
 
 def evaluate(
