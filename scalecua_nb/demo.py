@@ -128,7 +128,7 @@ async def refine_phase(parts: Local, out: Path, tasks: TaskSet, start: Progress)
     figures = await refine([*easier, *harder], out / 'refined', parts.jail, parts.desktops)
     return dict(figures, rollouts=len(episodes), turns=sum(len(e.turns) for e in episodes), easier=len(easier), harder=len(harder))
 
-# %% ../nbs/demo.ipynb #b8fb99a5
+# %% ../nbs/demo.ipynb #5e1baced
 async def live_phase(parts: Local, out: Path) -> dict[str, Any]:
     "Paired episodes, simulated and live, and two films of the live ones."
     n = parts.config.evaluation.paired_episodes; known, _ = heldout(parts.config, n)
@@ -143,9 +143,9 @@ def policy_films(store: EpisodeStore, tasks: TaskSet, most: int = 3) -> list[dic
     episodes = [e for e in store.episodes() if e.score is not None and e.end != 'blocked']
     solved = sorted((e for e in episodes if e.score == 1), key=lambda e: -len(e.turns))[:most - 1]; failed = [e for e in episodes if e.score < 1][:1]
     what = lambda e: f'Live, {"solved" if e.score == 1 else "failed"}: {tasks.tasks[e.task_id].metadata["template"]}. Rings mark clicks.'
-    return [dict(src=data_uri(filmstrip(store.get(e.rollout_id), 288, 3, 9)), task=tasks.tasks[e.task_id].instruction, caption=what(e)) for e in (*solved, *failed)]
+    return [dict(src=data_uri(filmstrip(store.get(e.rollout_id), 192, min(4, len(e.observations)), 12)), task=tasks.tasks[e.task_id].instruction, caption=what(e)) for e in (*solved, *failed)]
 
-# %% ../nbs/demo.ipynb #a52bc88e
+# %% ../nbs/demo.ipynb #b8a15ff6
 NAMES = {'calc': 'LibreOffice Calc', 'files': 'Files, editor, terminal', 'minidesk': 'MiniDesk (simulated)'}
 
 def _interval(r: dict) -> str: return f'{r["success"]:.2f} (95 % interval {r["low"]:.2f} to {r["high"]:.2f})'
@@ -176,7 +176,7 @@ def check_films(out: Path, most: int = 2) -> list[dict]:
         oracle = next(x for x in runs if x['name'] == 'oracle'); task = pool[best.task_id]
         verdicts = [dict(what=x['name'], score=f'{x["score"]:g}', must=must, ok=(x['score'] == 1) == (must == '1') and (must != '0' or x['score'] == 0))
                     for x in runs for must in [{'untouched': '0', 'oracle': '1'}.get(x['name'], 'below 1')]]
-        films.append(dict(src=data_uri(filmstrip(store.get(oracle['rollout_id']), 310, 3, 9), 82), task=task.instruction, verdicts=verdicts,
+        films.append(dict(src=data_uri(filmstrip(store.get(oracle['rollout_id']), 476, 2, 8), 80), task=task.instruction, verdicts=verdicts,
                           judge='\n\n'.join(pool.functions(best.task_id).values()), caption=f'{NAMES[application]}, live: the script that proved the task, screen by screen. Rings mark clicks.'))
     return films[:most]
 

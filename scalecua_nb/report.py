@@ -20,25 +20,25 @@ from .core.tasks import write_atomic
 __all__ = ['funnel_figure', 'running_mean', 'learning_figure', 'rates_figure', 'heldout_figure', 'seconds_figure', 'step_figure',
            'Section', 'write_report']
 
-# %% ../nbs/report.ipynb #e030e813
+# %% ../nbs/report.ipynb #8abcb579
 def funnel_figure(
     funnel: pd.DataFrame,   # index: application; columns: counts after each gate, widest first
 ) -> Figure:
-    "Candidates left after each gate, by application, on a log scale where applications differ by more than tenfold."
-    with style(figure_figsize=(7.6, .9 + .62 * len(funnel))):
-        fig, ax = plt.subplots(); gates = list(funnel.columns); h = .8 / len(gates)
+    "Share of the candidates left after each gate, by application, with their number."
+    gates = list(funnel.columns)
+    with style(figure_figsize=(8.2, 1.1 + .19 * len(gates) * len(funnel))):
+        fig, ax = plt.subplots(); h = .84 / len(gates)
         for g, gate in enumerate(gates):
-            y = np.arange(len(funnel)) + g * h - .4 + h / 2
-            bars = ax.barh(y, funnel[gate], height=h * .92, color=plt.cm.cividis(.25 + .6 * g / max(1, len(gates) - 1)), label=gate)
-            ax.bar_label(bars, labels=[f'{v:,}' for v in funnel[gate]], padding=3, fontsize=8)
-        ax.set(yticks=range(len(funnel)), yticklabels=funnel.index, xlabel='candidates'); ax.invert_yaxis(); ax.grid(axis='y', visible=False)
-        if funnel.to_numpy().max() > 10 * max(1, funnel.iloc[:, 0].min()): ax.set_xscale('log'); ax.set_xlabel('candidates (log scale)'); ax.set_xlim(1, funnel.to_numpy().max() * 2)
+            y = np.arange(len(funnel)) + g * h - .42 + h / 2; share = 100 * funnel[gate] / funnel[gates[0]].clip(lower=1)
+            bars = ax.barh(y, share, height=h * .9, color=plt.cm.cividis(.2 + .7 * g / max(1, len(gates) - 1)), label=gate)
+            ax.bar_label(bars, labels=[f'{v:,}' for v in funnel[gate]], padding=3, fontsize=7.5)
+        ax.set(yticks=range(len(funnel)), yticklabels=funnel.index, xlabel='candidates left, % of those proposed (number beside each bar)', xlim=(0, 112), xticks=range(0, 101, 20)); ax.invert_yaxis(); ax.grid(axis='y', visible=False)
         ax.legend(loc='upper left', bbox_to_anchor=(1, 1), title='left after', title_fontsize=8.5)
         kept = funnel[gates[-1]].sum() / max(1, funnel[gates[0]].sum())
         headline(ax, f'{kept:.0%} of the candidates became verified tasks', f'{funnel[gates[0]].sum():,} candidates')
     return fig
 
-# %% ../nbs/report.ipynb #2a380580
+# %% ../nbs/report.ipynb #f22409fa
 def running_mean(
     values: Sequence[float],  # [n]
     width: int,               # window, in points
@@ -64,7 +64,7 @@ def learning_figure(
             x, y, lo, hi = map(np.array, zip(*heldout))
             ax.errorbar(x, y, [y - lo, hi - y], fmt='D', color=COLOURS[2], capsize=3, label='success, held-out tasks', zorder=5)
         ax.set(xlabel='rollouts, probing counted', ylabel='mean over rollouts'); ax.margins(x=.02); ax.set_ylim(min(-.05, ax.get_ylim()[0]), 1.02)
-        ax.legend(loc='lower right')
+        ax.legend(loc='upper center', bbox_to_anchor=(.5, -.16), ncols=3)
         gain = f'Held-out success went from {heldout[0][1]:.2f} to {heldout[-1][1]:.2f}' if len(heldout) > 1 else 'Reward and success while training'
         headline(ax, gain, 'bars: 95 % intervals' if heldout else '')
     return fig
@@ -108,7 +108,7 @@ def heldout_figure(
         headline(ax, 'Success on new seeds and layouts, by family', 'bars: 95 % Wilson intervals')
     return fig
 
-# %% ../nbs/report.ipynb #523472b6
+# %% ../nbs/report.ipynb #16c45edb
 def seconds_figure(
     seconds: Mapping[str, float],   # phase -> seconds, in the order run
 ) -> Figure:
@@ -125,15 +125,15 @@ def step_figure(
     metrics: pd.DataFrame,   # rollouts, seconds/rollout, seconds/judge, seconds/update, segments, episodes
 ) -> Figure:
     "Seconds of an iteration by phase, and training items an episode."
-    with style(figure_figsize=(8.6, 2.9)):
+    with style(figure_figsize=(8.6, 3.2)):
         fig, (a, b) = plt.subplots(1, 2, width_ratios=[1.5, 1]); w = max(3, len(metrics) // 15)
         parts = [k for k in ('rollout', 'judge', 'update') if f'seconds/{k}' in metrics]
         a.stackplot(metrics.rollouts, [running_mean(metrics[f'seconds/{k}'], w) for k in parts], labels=parts, colors=[COLOURS[5], COLOURS[1], COLOURS[2]], alpha=.9)
-        a.set(xlabel='rollouts, probing counted', ylabel='seconds an iteration'); a.legend(loc='lower right', frameon=True, framealpha=.9)
+        a.set(xlabel='rollouts, probing counted', ylabel='seconds an iteration'); a.legend(loc='upper center', bbox_to_anchor=(.5, -.2), ncols=3)
         total = metrics[[f'seconds/{k}' for k in parts]].sum().sum(); most = max(parts, key=lambda k: metrics[f'seconds/{k}'].sum())
         headline(a, f'{metrics[f"seconds/{most}"].sum() / total:.0%} of an iteration is {most}')
         b.plot(metrics.rollouts, running_mean(metrics.segments / metrics.episodes, w), color=COLOURS[0], label='segments'); b.plot(metrics.rollouts, running_mean(metrics.turns / metrics.episodes, w), color=COLOURS[3], label='turns (step-wise items)')
-        b.set(xlabel='rollouts, probing counted', ylabel='an episode'); b.set_ylim(0); b.legend(loc='upper right')
+        b.set(xlabel='rollouts, probing counted', ylabel='an episode'); b.set_ylim(0); b.legend(loc='upper center', bbox_to_anchor=(.5, -.2), ncols=2)
         headline(b, 'Training items an episode')
     return fig
 
