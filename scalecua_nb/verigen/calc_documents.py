@@ -15,7 +15,7 @@ from .script import Script, Step, WaitFile, turn, window
 
 # %% auto #0
 __all__ = ['SUBJECTS', 'NOTES', 'FOLDER', 'OPEN', 'GRID', 'SAME', 'calc', 'Table', 'xlsx', 'draw_table', 'opened', 'goto',
-           'enter', 'saved', 'setup', 'phrase', 'judge', 'played']
+           'enter', 'saved', 'unsaved', 'setup', 'phrase', 'judge', 'played']
 
 # %% ../../nbs/verigen/calc_documents.ipynb #710977a6
 SUBJECTS = [  # (file stems, sheet names, key header, keys, ((number header, low, high, decimals), …))
@@ -115,7 +115,7 @@ def draw_table(
     return Table(f'{rng.choice(stems)}.xlsx', sheet, [key, *(h for h, *_ in numbers)], [[name, *(c[i] for c in columns)] for i, name in enumerate(names)],
                  rng.sample(NOTES, 2), title=f'{sheet} {rng.randint(2019, 2026)}' if title else '', number=list(range(1, 1 + len(numbers))))
 
-# %% ../../nbs/verigen/calc_documents.ipynb #21d23151
+# %% ../../nbs/verigen/calc_documents.ipynb #5ef539db
 def opened(t: Table) -> Step:
     "Wait for the document's window."
     return window(t.file)
@@ -132,11 +132,15 @@ def saved(t: Table) -> Script:
     "Save and wait for the file."
     return [turn('key:ctrl+s'), WaitFile(path=t.path)]
 
+def unsaved(script: Script) -> Script:
+    "The same script without the two steps of `saved` at its end."
+    return script[:-2]
+
 def setup(t: Table, change=None) -> list[dict[str, Any]]:
     "Set-up steps: the document is put in place and opened."
     return [place({t.path: xlsx(t.values(), change=change)}), dict(type='open', parameters=dict(path=t.path))]
 
-# %% ../../nbs/verigen/calc_documents.ipynb #45e2bc53
+# %% ../../nbs/verigen/calc_documents.ipynb #b5a4f0f7
 def phrase(
     rng: random.Random,      # the task's generator
     t: Table,                # the document
@@ -148,10 +152,11 @@ def phrase(
                         f'The workbook {t.file} is open in LibreOffice Calc; this is about its sheet "{t.sheet}". ',
                         f'You see {t.file} in LibreOffice Calc. On its sheet "{t.sheet}", do the following. '] if sheet else
                        [f'The workbook {t.file} is open in LibreOffice Calc. ', f'In LibreOffice Calc you have {t.file} open. '])
-    save = rng.choice([' Save the file in its present format when you are done.', ' Then save the file, keeping the xlsx format.', ' Finally, save your changes to the same file.'])
+    save = rng.choice([' Save the file in its present format when you are done.', ' Then save the file, keeping the xlsx format.',
+                       ' Finally, save your changes to the same file.'])
     return where + rng.choice(ways) + save
 
-# %% ../../nbs/verigen/calc_documents.ipynb #ad8670b9
+# %% ../../nbs/verigen/calc_documents.ipynb #745220c7
 OPEN = '''
     import io
     import zipfile
@@ -195,7 +200,9 @@ def judge(
 ) -> Judge:
     "A spreadsheet judge from its two bodies."
     opening = OPEN % (', data_only=True' if computed else '')
-    return Judge(name, f'def get_{name}(env, config):\n    """{sees}"""{opening}{look}', f'def check_{name}(result, expected, **options):\n    """{demands}"""\n    if result is None:\n        return 0.0\n{score.lstrip(chr(10))}')
+    getter = f'def get_{name}(env, config):\n    """{sees}"""{opening}{look}'
+    metric = f'def check_{name}(result, expected, **options):\n    """{demands}"""\n    if result is None:\n        return 0.0\n{score.lstrip(chr(10))}'
+    return Judge(name, getter, metric)
 
 # %% ../../nbs/verigen/calc_documents.ipynb #0cbabefe
 def played(

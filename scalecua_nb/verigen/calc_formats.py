@@ -15,7 +15,7 @@ __all__ = ['bold_cells', 'number_formats', 'FORMATS', 'aligned_cells', 'sheet_na
            'filtered_range', 'merged_title', 'csv_copy', 'bold_cells_of', 'number_format', 'align_column',
            'rename_sheet', 'add_sheet', 'freeze_panes', 'hide_column', 'add_filter', 'merge_title', 'save_as_csv']
 
-# %% ../../nbs/verigen/calc_formats.ipynb #85a415f5
+# %% ../../nbs/verigen/calc_formats.ipynb #01105cb5
 bold_cells = judge('bold_cells', 'Which cells of the sheet that hold something are bold, and the values of every sheet.', GRID + '''
     if config["sheet"] not in book.sheetnames:
         return None
@@ -35,12 +35,22 @@ def bold_cells_of(rng: random.Random) -> Draft:
     what = 'all column headers' if row < 0 else f'the whole record of {t.rows[row][0]}'
     bold = lambda row, last: [turn(*goto(f'{t.ref(row, 0)}:{t.ref(row, last)}'), 'key:ctrl+b')]
     do = lambda steps, save=True: [opened(t), *steps, *(saved(t) if save else [])]
-    return Draft(phrase(rng, t, f'Make {what} bold, and nothing else.', f'Set {what} (row {t.top + 1 + row}) in bold type.'),
-                 setup(t), bold_cells, dict(path=t.path, sheet=t.sheet), dict(cells=[t.ref(row, c) for c in range(last + 1)], sheets=t.values()), do(bold(row, last)),
-                 [('the last cell left out', do(bold(row, last - 1))), ('the next row too', do([*bold(row, last), *bold(row + 1, last)])), ('italic instead of bold', do([turn(*goto(f'{t.ref(row, 0)}:{t.ref(row, last)}'), 'key:ctrl+i')])), ('not saved', do(bold(row, last), save=False))],
-                 dict(file=t.file, row=t.top + 1 + row))
+    return Draft(
+        instruction=phrase(rng, t,
+            f'Make {what} bold, and nothing else.',
+            f'Set {what} (row {t.top + 1 + row}) in bold type.'),
+        config=setup(t),
+        judge=bold_cells, result=dict(path=t.path, sheet=t.sheet),
+        expected=dict(cells=[t.ref(row, c) for c in range(last + 1)], sheets=t.values()),
+        oracle=do(bold(row, last)),
+        near_misses=[
+            ('the last cell left out', do(bold(row, last - 1))),
+            ('the next row too', do([*bold(row, last), *bold(row + 1, last)])),
+            ('italic instead of bold', do([turn(*goto(f'{t.ref(row, 0)}:{t.ref(row, last)}'), 'key:ctrl+i')])),
+            ('not saved', do(bold(row, last), save=False))],
+        params=dict(file=t.file, row=t.top + 1 + row))
 
-# %% ../../nbs/verigen/calc_formats.ipynb #7dbf19ec
+# %% ../../nbs/verigen/calc_formats.ipynb #2c180ae3
 number_formats = judge('number_formats', 'Number formats of the cells with numbers, and the values of every sheet.', GRID + '''
     if config["sheet"] not in book.sheetnames:
         return None
@@ -65,16 +75,27 @@ FORMATS = [  # what it is called, the key that sets it, a pattern of its format 
 @calc.template('easy', 4)
 def number_format(rng: random.Random) -> Draft:
     "All numbers of the column have the wanted format, no other number has it, and the values are the same."
-    t = draw_table(rng); name, key, pattern = rng.choice(FORMATS); c = 3 if name == 'percent' else rng.choice(t.number[:2]); wrong = t.number[(c + rng.randint(0, 1)) % 3]
+    t = draw_table(rng); name, key, pattern = rng.choice(FORMATS); c = 3 if name == 'percent' else rng.choice(t.number[:2])
+    wrong = t.number[(c + rng.randint(0, 1)) % 3]
     n = len(t.rows); other = rng.choice([f for f in FORMATS if f[0] != name])
     shape = lambda c, last, key=key: [turn(*goto(f'{t.ref(0, c)}:{t.ref(last, c)}'), f'key:{key}')]
     do = lambda steps, save=True: [opened(t), *steps, *(saved(t) if save else [])]
-    return Draft(phrase(rng, t, f'Show the numbers of the column {t.headers[c]} in {name} format. The values themselves must not change.', f'Give all entries of {t.headers[c]} ({t.ref(0, c)} to {t.ref(n - 1, c)}) the number format {name}.'),
-                 setup(t), number_formats, dict(path=t.path, sheet=t.sheet), dict(pattern=pattern, cells=[t.ref(r, c) for r in range(n)], sheets=t.values()), do(shape(c, n - 1)),
-                 [('the wrong column', do(shape(wrong, n - 1))), ('the last entry left out', do(shape(c, n - 2))), (f'{other[0]} instead', do(shape(c, n - 1, other[1]))), ('not saved', do(shape(c, n - 1), save=False))],
-                 dict(file=t.file, column=t.headers[c], format=name))
+    return Draft(
+        instruction=phrase(rng, t,
+            f'Show the numbers of the column {t.headers[c]} in {name} format. The values themselves must not change.',
+            f'Give all entries of {t.headers[c]} ({t.ref(0, c)} to {t.ref(n - 1, c)}) the number format {name}.'),
+        config=setup(t),
+        judge=number_formats, result=dict(path=t.path, sheet=t.sheet),
+        expected=dict(pattern=pattern, cells=[t.ref(r, c) for r in range(n)], sheets=t.values()),
+        oracle=do(shape(c, n - 1)),
+        near_misses=[
+            ('the wrong column', do(shape(wrong, n - 1))),
+            ('the last entry left out', do(shape(c, n - 2))),
+            (f'{other[0]} instead', do(shape(c, n - 1, other[1]))),
+            ('not saved', do(shape(c, n - 1), save=False))],
+        params=dict(file=t.file, column=t.headers[c], format=name))
 
-# %% ../../nbs/verigen/calc_formats.ipynb #a1bbc1bc
+# %% ../../nbs/verigen/calc_formats.ipynb #f0465779
 aligned_cells = judge('aligned_cells', 'The horizontal alignment of every cell that holds something, and the values of every sheet.', GRID + '''
     if config["sheet"] not in book.sheetnames:
         return None
@@ -94,12 +115,22 @@ def align_column(rng: random.Random) -> Draft:
     how, key, word = rng.choice([('center', 'ctrl+e', 'centred'), ('right', 'ctrl+r', 'aligned to the right'), ('left', 'ctrl+l', 'aligned to the left')])
     align = lambda c, first=-1, key=key: [turn(*goto(f'{t.ref(first, c)}:{t.ref(n - 1, c)}'), f'key:{key}')]
     do = lambda steps, save=True: [opened(t), *steps, *(saved(t) if save else [])]
-    return Draft(phrase(rng, t, f'All cells of the column {t.headers[c]}, its header included, should be horizontally {word}; leave the other columns as they are.', f'Make the column {t.headers[c]} (from {t.ref(-1, c)} down to {t.ref(n - 1, c)}) {word}.'),
-                 setup(t), aligned_cells, dict(path=t.path, sheet=t.sheet), dict(how=how, cells=[t.ref(r, c) for r in range(-1, n)], sheets=t.values()), do(align(c)),
-                 [('without the header', do(align(c, 0))), ('another column', do(align(wrong))), ('another alignment', do(align(c, key='ctrl+j'))), ('not saved', do(align(c), save=False))],
-                 dict(file=t.file, column=t.headers[c], how=how))
+    return Draft(
+        instruction=phrase(rng, t,
+            f'All cells of the column {t.headers[c]}, its header included, should be horizontally {word}; leave the other columns as they are.',
+            f'Make the column {t.headers[c]} (from {t.ref(-1, c)} down to {t.ref(n - 1, c)}) {word}.'),
+        config=setup(t),
+        judge=aligned_cells, result=dict(path=t.path, sheet=t.sheet),
+        expected=dict(how=how, cells=[t.ref(r, c) for r in range(-1, n)], sheets=t.values()),
+        oracle=do(align(c)),
+        near_misses=[
+            ('without the header', do(align(c, 0))),
+            ('another column', do(align(wrong))),
+            ('another alignment', do(align(c, key='ctrl+j'))),
+            ('not saved', do(align(c), save=False))],
+        params=dict(file=t.file, column=t.headers[c], how=how))
 
-# %% ../../nbs/verigen/calc_formats.ipynb #4a7d68c9
+# %% ../../nbs/verigen/calc_formats.ipynb #d752ae23
 sheet_names = judge('sheet_names', 'The names of the sheets from left to right, and the values of each.', GRID + '''
     return {"names": book.sheetnames, "values": [grid(sheet) for sheet in book.worksheets]}
 ''', 'The sheets have exactly the wanted names in this order and the wanted values.', SAME + '''
@@ -113,26 +144,47 @@ def rename_sheet(rng: random.Random) -> Draft:
     "The sheet has its new name; number, order and content of the sheets are the same."
     t = draw_table(rng); new = rng.choice(['Overview', 'Archive', 'Summary', 'Final', 'Plan 2025', 'Team A', 'Draft 2'])
     values = list(t.values().values())
-    def rename(name, where=None): return [*([turn(*goto(where))] if where else []), turn('key:alt+s'), click('Rename Sheet...', role='menu-item'), window('Rename Sheet'), turn('key:ctrl+a', f'type:{name}', 'key:Return'), window('Rename Sheet', gone=True)]
+    def rename(name, where=None):
+        return [*([turn(*goto(where))] if where else []), turn('key:alt+s'), click('Rename Sheet...', role='menu-item'), window('Rename Sheet'),
+                turn('key:ctrl+a', f'type:{name}', 'key:Return'), window('Rename Sheet', gone=True)]
     do = lambda steps, save=True: [opened(t), *steps, *(saved(t) if save else [])]
-    return Draft(phrase(rng, t, f'Rename this sheet to "{new}".', f'Give this sheet the new name "{new}" and leave the other sheet\'s name as it is.'),
-                 setup(t), sheet_names, dict(path=t.path), dict(names=[new, t.notes_sheet], values=values), do(rename(new)),
-                 [('another name', do(rename(new + ' 1'))), ('the other sheet renamed', do(rename(new, f'${t.notes_sheet}.A1'))), ('not saved', do(rename(new), save=False))],
-                 dict(file=t.file, old=t.sheet, new=new))
+    return Draft(
+        instruction=phrase(rng, t,
+            f'Rename this sheet to "{new}".',
+            f'Give this sheet the new name "{new}" and leave the other sheet\'s name as it is.'),
+        config=setup(t),
+        judge=sheet_names, result=dict(path=t.path), expected=dict(names=[new, t.notes_sheet], values=values),
+        oracle=do(rename(new)),
+        near_misses=[
+            ('another name', do(rename(new + ' 1'))),
+            ('the other sheet renamed', do(rename(new, f'${t.notes_sheet}.A1'))),
+            ('not saved', do(rename(new), save=False))],
+        params=dict(file=t.file, old=t.sheet, new=new))
 
 @calc.template('easy', 5)
 def add_sheet(rng: random.Random) -> Draft:
     "A new empty sheet of the given name stands after the last one."
     t = draw_table(rng); new = rng.choice(['Forecast', 'Charts', 'Summary', 'Archive', 'Scratch', 'Year 2026'])
     values = t.values()
-    def add(name, item='Insert Sheet at End...'): return [turn('key:alt+s'), click(item, role='menu-item'), window('Append Sheet' if 'End' in item else 'Insert Sheet'), turn('key:ctrl+a', f'type:{name}', 'key:Return'), window('Append Sheet', gone=True)]
+    def add(name, item='Insert Sheet at End...'):
+        return [turn('key:alt+s'), click(item, role='menu-item'), window('Append Sheet' if 'End' in item else 'Insert Sheet'),
+                turn('key:ctrl+a', f'type:{name}', 'key:Return'), window('Append Sheet', gone=True)]
     do = lambda steps, save=True: [opened(t), *steps, *(saved(t) if save else [])]
-    return Draft(phrase(rng, t, f'Add a new, empty sheet called "{new}" to this workbook, after the last sheet.', f'Append an empty sheet named "{new}" at the end of the workbook.', sheet=False),
-                 setup(t), sheet_names, dict(path=t.path), dict(names=[*values, new], values=[*values.values(), []]), do(add(new)),
-                 [('another name', do(add(new + 's'))), ('something written on it', do([*add(new), turn(*enter('A1', 'new'))])), ('a sheet too many', do([*add(new), *add('Sheet9')])), ('not saved', do(add(new), save=False))],
-                 dict(file=t.file, new=new))
+    return Draft(
+        instruction=phrase(rng, t,
+            f'Add a new, empty sheet called "{new}" to this workbook, after the last sheet.',
+            f'Append an empty sheet named "{new}" at the end of the workbook.', sheet=False),
+        config=setup(t),
+        judge=sheet_names, result=dict(path=t.path), expected=dict(names=[*values, new], values=[*values.values(), []]),
+        oracle=do(add(new)),
+        near_misses=[
+            ('another name', do(add(new + 's'))),
+            ('something written on it', do([*add(new), turn(*enter('A1', 'new'))])),
+            ('a sheet too many', do([*add(new), *add('Sheet9')])),
+            ('not saved', do(add(new), save=False))],
+        params=dict(file=t.file, new=new))
 
-# %% ../../nbs/verigen/calc_formats.ipynb #66196225
+# %% ../../nbs/verigen/calc_formats.ipynb #004f7811
 frozen_rows = judge('frozen_rows', 'How many rows and columns of the sheet are frozen, and the values of every sheet.', GRID + '''
     if config["sheet"] not in book.sheetnames:
         return None
@@ -156,12 +208,20 @@ def freeze_panes(rng: random.Random) -> Draft:
     do = lambda steps, save=True: [opened(t), *steps, *(saved(t) if save else [])]
     what = {(1, 0): 'the first row (the headers)', (0, 1): f'the first column ({t.headers[0]})', (1, 1): 'the first row and the first column'}[rows, columns]
     slip = rng.choice([p for p in [(1, 0), (0, 1), (1, 1), (2, 0), (0, 2)] if p not in ((rows, columns), (rows + 1, columns))])
-    return Draft(phrase(rng, t, f'Freeze {what}, and only that, so that it stays visible while scrolling.', f'Make sure that exactly {what} cannot scroll out of view: freeze the panes accordingly.'),
-                 setup(t), frozen_rows, dict(path=t.path, sheet=t.sheet), dict(rows=rows, columns=columns, sheets=t.values()), do(freeze(rows, columns)),
-                 [(f'{slip[0]} rows and {slip[1]} columns frozen', do(freeze(*slip))), ('one row too many', do(freeze(rows + 1, columns))), ('not saved', do(freeze(rows, columns), save=False))],
-                 dict(file=t.file, rows=rows, columns=columns))
+    return Draft(
+        instruction=phrase(rng, t,
+            f'Freeze {what}, and only that, so that it stays visible while scrolling.',
+            f'Make sure that exactly {what} cannot scroll out of view: freeze the panes accordingly.'),
+        config=setup(t),
+        judge=frozen_rows, result=dict(path=t.path, sheet=t.sheet), expected=dict(rows=rows, columns=columns, sheets=t.values()),
+        oracle=do(freeze(rows, columns)),
+        near_misses=[
+            (f'{slip[0]} rows and {slip[1]} columns frozen', do(freeze(*slip))),
+            ('one row too many', do(freeze(rows + 1, columns))),
+            ('not saved', do(freeze(rows, columns), save=False))],
+        params=dict(file=t.file, rows=rows, columns=columns))
 
-# %% ../../nbs/verigen/calc_formats.ipynb #dfbdbbb7
+# %% ../../nbs/verigen/calc_formats.ipynb #c1c0f1c6
 hidden_columns = judge('hidden_columns', 'The letters of the hidden columns of the sheet, and the values of every sheet.', GRID + '''
     from openpyxl.utils import get_column_letter
     if config["sheet"] not in book.sheetnames:
@@ -182,12 +242,21 @@ def hide_column(rng: random.Random) -> Draft:
     t = draw_table(rng); c, wrong = rng.sample(range(1, 4), 2); letter = lambda c: get_column_letter(c + 1)
     hide = lambda c: [turn(*goto(t.ref(0, c)), 'key:alt+o', 'key:m'), turn('key:h')]
     do = lambda steps, save=True: [opened(t), *steps, *(saved(t) if save else [])]
-    return Draft(phrase(rng, t, f'Hide the column {t.headers[c]} without deleting it.', f'Column {letter(c)} ({t.headers[c]}) should not be visible any more, but its data must be kept: hide the column.'),
-                 setup(t), hidden_columns, dict(path=t.path, sheet=t.sheet), dict(columns=[letter(c)], sheets=t.values()), do(hide(c)),
-                 [('another column', do(hide(wrong))), ('deleted, not hidden', do([turn(*goto(t.ref(0, c)), 'key:ctrl+space', 'key:ctrl+minus')])), ('one column too many', do([*hide(c), *hide(wrong)])), ('not saved', do(hide(c), save=False))],
-                 dict(file=t.file, column=t.headers[c]))
+    return Draft(
+        instruction=phrase(rng, t,
+            f'Hide the column {t.headers[c]} without deleting it.',
+            f'Column {letter(c)} ({t.headers[c]}) should not be visible any more, but its data must be kept: hide the column.'),
+        config=setup(t),
+        judge=hidden_columns, result=dict(path=t.path, sheet=t.sheet), expected=dict(columns=[letter(c)], sheets=t.values()),
+        oracle=do(hide(c)),
+        near_misses=[
+            ('another column', do(hide(wrong))),
+            ('deleted, not hidden', do([turn(*goto(t.ref(0, c)), 'key:ctrl+space', 'key:ctrl+minus')])),
+            ('one column too many', do([*hide(c), *hide(wrong)])),
+            ('not saved', do(hide(c), save=False))],
+        params=dict(file=t.file, column=t.headers[c]))
 
-# %% ../../nbs/verigen/calc_formats.ipynb #f60fdce3
+# %% ../../nbs/verigen/calc_formats.ipynb #a5eb300f
 filtered_range = judge('filtered_range', 'The range of the automatic filter of each sheet, hidden rows, and the values of every sheet.', GRID + '''
     sheets = {sheet.title: grid(sheet) for sheet in book.worksheets}
     return {"filters": {sheet.title: sheet.auto_filter.ref for sheet in book.worksheets if sheet.auto_filter.ref}, "sheets": sheets,
@@ -206,12 +275,20 @@ def add_filter(rng: random.Random) -> Draft:
     area = f'{t.ref(-1, 0)}:{t.ref(n - 1, last)}'
     on = lambda area: [turn(*goto(area), 'key:ctrl+shift+l')]
     do = lambda steps, save=True: [opened(t), *steps, *(saved(t) if save else [])]
-    return Draft(phrase(rng, t, f'Turn on the automatic filter (AutoFilter) for the table {area}, without filtering anything out yet.', f'Add AutoFilter buttons to the header row of the table ({area}). All rows stay visible.'),
-                 setup(t), filtered_range, dict(path=t.path), dict(sheet=t.sheet, range=area, sheets=t.values()), do(on(area)),
-                 [('the last column left out', do(on(f'{t.ref(-1, 0)}:{t.ref(n - 1, last - 1)}'))), ('switched on and off again', do([*on(area), *on(area)])), ('not saved', do(on(area), save=False))],
-                 dict(file=t.file, range=area))
+    return Draft(
+        instruction=phrase(rng, t,
+            f'Turn on the automatic filter (AutoFilter) for the table {area}, without filtering anything out yet.',
+            f'Add AutoFilter buttons to the header row of the table ({area}). All rows stay visible.'),
+        config=setup(t),
+        judge=filtered_range, result=dict(path=t.path), expected=dict(sheet=t.sheet, range=area, sheets=t.values()),
+        oracle=do(on(area)),
+        near_misses=[
+            ('the last column left out', do(on(f'{t.ref(-1, 0)}:{t.ref(n - 1, last - 1)}'))),
+            ('switched on and off again', do([*on(area), *on(area)])),
+            ('not saved', do(on(area), save=False))],
+        params=dict(file=t.file, range=area))
 
-# %% ../../nbs/verigen/calc_formats.ipynb #f6ea3d8b
+# %% ../../nbs/verigen/calc_formats.ipynb #ef13a518
 merged_title = judge('merged_title', 'The merged ranges of every sheet, and the values.', GRID + '''
     return {"merged": {sheet.title: sorted(str(r) for r in sheet.merged_cells.ranges) for sheet in book.worksheets if sheet.merged_cells.ranges},
             "sheets": {sheet.title: grid(sheet) for sheet in book.worksheets}}
@@ -225,15 +302,24 @@ merged_title = judge('merged_title', 'The merged ranges of every sheet, and the 
 @calc.template('easy', 5)
 def merge_title(rng: random.Random) -> Draft:
     "The title cell spans the width of the table."
-    t = draw_table(rng, title=True); last = get_column_letter(len(t.headers)); area = f'A1:{last}1'; short = f'A1:{get_column_letter(len(t.headers) - 1)}1'
+    t = draw_table(rng, title=True); last = get_column_letter(len(t.headers)); area = f'A1:{last}1'
+    short = f'A1:{get_column_letter(len(t.headers) - 1)}1'
     merge = lambda area: [turn(*goto(area)), click('Merge and Center Cells', role='push-button')]
     do = lambda steps, save=True: [opened(t), *steps, *(saved(t) if save else [])]
-    return Draft(phrase(rng, t, f'Merge the cells {area}, so that the title "{t.title}" spans the whole table.', f'The title in A1 should stretch over the table\'s width: merge {area} into one cell and keep the text.'),
-                 setup(t), merged_title, dict(path=t.path), dict(sheet=t.sheet, range=area, sheets=t.values()), do(merge(area)),
-                 [('one column short', do(merge(short))), ('two rows merged', do(merge(f'A1:{last}2'))), ('not saved', do(merge(area), save=False))],
-                 dict(file=t.file, range=area))
+    return Draft(
+        instruction=phrase(rng, t,
+            f'Merge the cells {area}, so that the title "{t.title}" spans the whole table.',
+            f'The title in A1 should stretch over the table\'s width: merge {area} into one cell and keep the text.'),
+        config=setup(t),
+        judge=merged_title, result=dict(path=t.path), expected=dict(sheet=t.sheet, range=area, sheets=t.values()),
+        oracle=do(merge(area)),
+        near_misses=[
+            ('one column short', do(merge(short))),
+            ('two rows merged', do(merge(f'A1:{last}2'))),
+            ('not saved', do(merge(area), save=False))],
+        params=dict(file=t.file, range=area))
 
-# %% ../../nbs/verigen/calc_formats.ipynb #20b7ef80
+# %% ../../nbs/verigen/calc_formats.ipynb #c9ccaeae
 csv_copy = judge('csv_copy', 'The rows of the CSV file, and the values of the original workbook.', GRID + '''
     import csv
     sheets = {sheet.title: grid(sheet) for sheet in book.worksheets}
@@ -267,10 +353,19 @@ def save_as_csv(rng: random.Random) -> Draft:
     "A CSV file of the given name holds the table; the workbook is unchanged."
     t = draw_table(rng); stem = rng.choice(['export', 'table', 'upload', 'data']) + f'_{rng.randint(10, 99)}'
     path = f'{FOLDER}/{stem}.csv'
-    def save(name): return [turn('key:ctrl+shift+s'), window('Save'), turn('key:ctrl+a', f'type:{FOLDER}/{name}', 'key:Return'), window('Export Text File', 'key:Return'), WaitFile(path=f'{FOLDER}/{name}')]
+    def save(name):
+        return [turn('key:ctrl+shift+s'), window('Save'), turn('key:ctrl+a', f'type:{FOLDER}/{name}', 'key:Return'),
+                window('Export Text File', 'key:Return'), WaitFile(path=f'{FOLDER}/{name}')]
     do = lambda steps: [opened(t), *steps]
-    return Draft(rng.choice([f'{t.file} is open in LibreOffice Calc. Save a copy of its sheet "{t.sheet}" as a CSV file named {stem}.csv in the Documents folder; the xlsx file must stay as it is.',
-                             f'Export the sheet "{t.sheet}" of the open workbook {t.file} as comma-separated text to {path}. Do not change the workbook itself.']),
-                 setup(t), csv_copy, dict(path=t.path, csv=path), dict(table=t.grid(), sheets=t.values()), do(save(f'{stem}.csv')),
-                 [('another name', do(save(f'{stem}_copy.csv'))), ('the other sheet', do([turn(*goto(f'${t.notes_sheet}.A1')), *save(f'{stem}.csv')])), ('a changed value', do([turn(*enter(t.ref(0, 1), '1')), *save(f'{stem}.csv')]))],
-                 dict(file=t.file, csv=path))
+    return Draft(
+        instruction=rng.choice([
+            f'{t.file} is open in LibreOffice Calc. Save a copy of its sheet "{t.sheet}" as a CSV file named {stem}.csv in the Documents folder; the xlsx file must stay as it is.',
+            f'Export the sheet "{t.sheet}" of the open workbook {t.file} as comma-separated text to {path}. Do not change the workbook itself.']),
+        config=setup(t),
+        judge=csv_copy, result=dict(path=t.path, csv=path), expected=dict(table=t.grid(), sheets=t.values()),
+        oracle=do(save(f'{stem}.csv')),
+        near_misses=[
+            ('another name', do(save(f'{stem}_copy.csv'))),
+            ('the other sheet', do([turn(*goto(f'${t.notes_sheet}.A1')), *save(f'{stem}.csv')])),
+            ('a changed value', do([turn(*enter(t.ref(0, 1), '1')), *save(f'{stem}.csv')]))],
+        params=dict(file=t.file, csv=path))

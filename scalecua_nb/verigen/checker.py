@@ -53,7 +53,7 @@ def read_run(
     if name == 'oracle': return ('unsolvable', f'the judge gave the oracle {s:g}, not 1') if s < 1 else ('', '')
     return ('near_miss_passes', f'the judge gave 1 to the {name}') if s >= 1 else ('', '')
 
-# %% ../../nbs/verigen/checker.ipynb #a9fda272
+# %% ../../nbs/verigen/checker.ipynb #b7fcec52
 class Checker:
     "Plays a candidate's scripts on desktops. Source: §3.2 (checker agent), with scripts where the paper has a language model."
     name, stage = 'checker', 1
@@ -71,7 +71,8 @@ class Checker:
         "One script, judged."
         start = time.monotonic(); rollout_id = f'{candidate.id}.{"".join(c if c.isalnum() else "_" for c in name)[:40]}'
         async def judge(desktop, task, episode): return await evaluate(desktop, task, episode, self.jail, candidate.functions)
-        ep = await rollout(lambda desktop: ScriptedAgent(compile_script(script), desktop), self.desktops, candidate.task, judge, self.limits, rollout_id, candidate.id, self.attempts)
+        agent = lambda desktop: ScriptedAgent(compile_script(script), desktop)
+        ep = await rollout(agent, self.desktops, candidate.task, judge, self.limits, rollout_id, candidate.id, self.attempts)
         kind, detail = read_run(name, ep)
         keep = self.store is not None and (name == 'oracle' or kind)
         if keep: self.store.put(ep)

@@ -88,10 +88,11 @@ def check_folder_tree(result, expected, **options):
     return 1.0 if result == expected["tree"] else 0.0
 ''')
 
-# %% ../../nbs/verigen/files_folders.ipynb #ec660289
+# %% ../../nbs/verigen/files_folders.ipynb #d7e363c2
 def manager(folder: str) -> list[dict[str, Any]]:
     "Set-up steps that open a folder in the file manager."
-    return [dict(type='launch', parameters=dict(command=['pcmanfm', folder])), dict(type='activate_window', parameters=dict(window_name=folder.rpartition('/')[2]))]
+    return [dict(type='launch', parameters=dict(command=['pcmanfm', folder])),
+            dict(type='activate_window', parameters=dict(window_name=folder.rpartition('/')[2]))]
 
 def pick(name: str, *then) -> Any:
     "Click a file in the list."
@@ -105,17 +106,26 @@ def location(path: str) -> Any:
     "Go to a folder by the location bar."
     return turn('key:ctrl+l', 'key:ctrl+a', f'type:{path}', 'key:Return')
 
-# %% ../../nbs/verigen/files_folders.ipynb #cdb81851
+# %% ../../nbs/verigen/files_folders.ipynb #ce589101
 @files.template('easy', 4)
 def rename_file(rng: random.Random) -> Draft:
     "The file has its new name and its content; nothing else changed."
     f = draw_folder(rng); old, other = rng.sample(sorted(f.files), 2); ending = old.rpartition('.')[2]
     new = f'{rng.choice([s for s in STEMS if not any(n.startswith(s) for n in f.files)])}_{rng.randint(2, 99)}.{ending}'
     def rename(what, to): return [window(f.name), pick(what, 'key:F2'), *named('Rename', to)]
-    return Draft(rng.choice([f'In the folder {f.path}, rename the file {old} to {new}.', f'The file {old} in {f.path} should be called {new} from now on. Rename it.', f'Give {f.path}/{old} the new name {new}; keep it in the same folder.']),
-                 f.setup(*manager(f.path)), folder_tree, dict(folder=f.path), dict(tree=f.tree({old: None, new: f.files[old]})), rename(old, new),
-                 [('another file renamed', rename(other, new)), ('without the ending', rename(old, new.rpartition('.')[0])), ('a second file renamed too', [*rename(old, new), *rename(other, f'old_{other}')])],
-                 dict(folder=f.path, old=old, new=new))
+    return Draft(
+        instruction=rng.choice([
+            f'In the folder {f.path}, rename the file {old} to {new}.',
+            f'The file {old} in {f.path} should be called {new} from now on. Rename it.',
+            f'Give {f.path}/{old} the new name {new}; keep it in the same folder.']),
+        config=f.setup(*manager(f.path)),
+        judge=folder_tree, result=dict(folder=f.path), expected=dict(tree=f.tree({old: None, new: f.files[old]})),
+        oracle=rename(old, new),
+        near_misses=[
+            ('another file renamed', rename(other, new)),
+            ('without the ending', rename(old, new.rpartition('.')[0])),
+            ('a second file renamed too', [*rename(old, new), *rename(other, f'old_{other}')])],
+        params=dict(folder=f.path, old=old, new=new))
 
 @files.template('easy', 4)
 def make_folder(rng: random.Random) -> Draft:
@@ -123,46 +133,87 @@ def make_folder(rng: random.Random) -> Draft:
     f = draw_folder(rng); inside = rng.random() < .5; parent = f.subfolders[0] if inside else ''
     name = rng.choice([s for s in SUBFOLDERS if s not in f.subfolders]) + rng.choice(['', '_2025', '-a', ' copy'])
     rel = f'{parent}/{name}' if inside else name
-    def make(name, parent): return [window(f.name), *([location(f'{f.path}/{parent}'), window(parent)] if parent else []), turn('key:ctrl+shift+n'), *named('New Folder', name)]
+    def make(name, parent):
+        return [window(f.name), *([location(f'{f.path}/{parent}'), window(parent)] if parent else []), turn('key:ctrl+shift+n'),
+                *named('New Folder', name)]
     where = f'{f.path}/{parent}' if inside else f.path
-    return Draft(rng.choice([f'Create an empty folder called "{name}" in {where}.', f'Make a new folder named "{name}" inside {where}. Leave it empty.']),
-                 f.setup(*manager(f.path)), folder_tree, dict(folder=f.path), dict(tree=f.tree({rel: 'dir'})), make(name, parent),
-                 [('misspelt', make(name + 's', parent)), ('in the wrong place', make(name, '' if inside else f.subfolders[0])), ('a folder too many', [*make(name, parent), turn('key:ctrl+shift+n'), *named('New Folder', 'temp')])],
-                 dict(folder=f.path, new=rel))
+    return Draft(
+        instruction=rng.choice([
+            f'Create an empty folder called "{name}" in {where}.',
+            f'Make a new folder named "{name}" inside {where}. Leave it empty.']),
+        config=f.setup(*manager(f.path)),
+        judge=folder_tree, result=dict(folder=f.path), expected=dict(tree=f.tree({rel: 'dir'})),
+        oracle=make(name, parent),
+        near_misses=[
+            ('misspelt', make(name + 's', parent)),
+            ('in the wrong place', make(name, '' if inside else f.subfolders[0])),
+            ('a folder too many', [*make(name, parent), turn('key:ctrl+shift+n'), *named('New Folder', 'temp')])],
+        params=dict(folder=f.path, new=rel))
 
-# %% ../../nbs/verigen/files_folders.ipynb #699b8fa8
+# %% ../../nbs/verigen/files_folders.ipynb #ed2294fc
 def carried(f: Folder, name: str, to: str, key: str) -> Script:
     "Cut or copy a file and paste it into a subfolder."
-    return [window(f.name), pick(name, f'key:{key}'), location(f'{f.path}/{to}'), window(to), turn('key:ctrl+v'), WaitFile(path=f'{f.path}/{to}/{name}')]
+    return [window(f.name),
+            pick(name, f'key:{key}'),
+            location(f'{f.path}/{to}'),
+            window(to),
+            turn('key:ctrl+v'),
+            WaitFile(path=f'{f.path}/{to}/{name}')]
 
 @files.template('easy', 5)
 def move_file(rng: random.Random) -> Draft:
     "The file is in the subfolder and no longer where it was."
     f = draw_folder(rng); name, other = rng.sample(sorted(f.files), 2); to, wrong = f.subfolders
-    return Draft(rng.choice([f'Move the file {name} from {f.path} into its subfolder "{to}".', f'In {f.path}, the file {name} belongs in the folder "{to}". Move it there.', f'Put {f.path}/{name} into {f.path}/{to}, so that it is no longer in {f.name} itself.']),
-                 f.setup(*manager(f.path)), folder_tree, dict(folder=f.path), dict(tree=f.tree({name: None, f'{to}/{name}': f.files[name]})), carried(f, name, to, 'ctrl+x'),
-                 [('copied, not moved', carried(f, name, to, 'ctrl+c')), ('into the other folder', carried(f, name, wrong, 'ctrl+x')), ('another file moved', carried(f, other, to, 'ctrl+x'))],
-                 dict(folder=f.path, file=name, to=to))
+    return Draft(
+        instruction=rng.choice([
+            f'Move the file {name} from {f.path} into its subfolder "{to}".',
+            f'In {f.path}, the file {name} belongs in the folder "{to}". Move it there.',
+            f'Put {f.path}/{name} into {f.path}/{to}, so that it is no longer in {f.name} itself.']),
+        config=f.setup(*manager(f.path)),
+        judge=folder_tree, result=dict(folder=f.path), expected=dict(tree=f.tree({name: None, f'{to}/{name}': f.files[name]})),
+        oracle=carried(f, name, to, 'ctrl+x'),
+        near_misses=[
+            ('copied, not moved', carried(f, name, to, 'ctrl+c')),
+            ('into the other folder', carried(f, name, wrong, 'ctrl+x')),
+            ('another file moved', carried(f, other, to, 'ctrl+x'))],
+        params=dict(folder=f.path, file=name, to=to))
 
 @files.template('easy', 5)
 def copy_file(rng: random.Random) -> Draft:
     "The subfolder holds a copy of the file and the original is still there."
     f = draw_folder(rng); name, other = rng.sample(sorted(f.files), 2); to, wrong = f.subfolders
-    return Draft(rng.choice([f'Copy the file {name} in {f.path} into the subfolder "{to}"; keep the original.', f'Make sure that {f.path}/{to} contains a copy of {f.path}/{name}. The original stays where it is.']),
-                 f.setup(*manager(f.path)), folder_tree, dict(folder=f.path), dict(tree=f.tree({f'{to}/{name}': f.files[name]})), carried(f, name, to, 'ctrl+c'),
-                 [('moved, not copied', carried(f, name, to, 'ctrl+x')), ('into the other folder', carried(f, name, wrong, 'ctrl+c')), ('another file copied', carried(f, other, to, 'ctrl+c'))],
-                 dict(folder=f.path, file=name, to=to))
+    return Draft(
+        instruction=rng.choice([
+            f'Copy the file {name} in {f.path} into the subfolder "{to}"; keep the original.',
+            f'Make sure that {f.path}/{to} contains a copy of {f.path}/{name}. The original stays where it is.']),
+        config=f.setup(*manager(f.path)),
+        judge=folder_tree, result=dict(folder=f.path), expected=dict(tree=f.tree({f'{to}/{name}': f.files[name]})),
+        oracle=carried(f, name, to, 'ctrl+c'),
+        near_misses=[
+            ('moved, not copied', carried(f, name, to, 'ctrl+x')),
+            ('into the other folder', carried(f, name, wrong, 'ctrl+c')),
+            ('another file copied', carried(f, other, to, 'ctrl+c'))],
+        params=dict(folder=f.path, file=name, to=to))
 
-# %% ../../nbs/verigen/files_folders.ipynb #b00024a6
+# %% ../../nbs/verigen/files_folders.ipynb #48783614
 @files.template('easy', 3)
 def delete_file(rng: random.Random) -> Draft:
     "The file is gone from the folder and every other one is as it was."
     f = draw_folder(rng); name, other = rng.sample(sorted(f.files), 2)
-    def delete(name): return [window(f.name), pick(name, 'key:shift+Delete'), window('Confirm', {'action': 'key', 'text': 'Return'}), WaitFile(path=f'{f.path}/{name}', gone=True)]
-    return Draft(rng.choice([f'Delete the file {name} from {f.path}; all other files must stay.', f'The file {f.path}/{name} is no longer needed. Remove it, and only it. It does not matter whether it ends in the wastebasket.']),
-                 f.setup(*manager(f.path)), folder_tree, dict(folder=f.path), dict(tree=f.tree({name: None})), delete(name),
-                 [('another file deleted', delete(other)), ('a second file deleted too', [*delete(name), *delete(other)])],
-                 dict(folder=f.path, file=name))
+    def delete(name):
+        return [window(f.name), pick(name, 'key:shift+Delete'), window('Confirm', {'action': 'key', 'text': 'Return'}),
+                WaitFile(path=f'{f.path}/{name}', gone=True)]
+    return Draft(
+        instruction=rng.choice([
+            f'Delete the file {name} from {f.path}; all other files must stay.',
+            f'The file {f.path}/{name} is no longer needed. Remove it, and only it. It does not matter whether it ends in the wastebasket.']),
+        config=f.setup(*manager(f.path)),
+        judge=folder_tree, result=dict(folder=f.path), expected=dict(tree=f.tree({name: None})),
+        oracle=delete(name),
+        near_misses=[
+            ('another file deleted', delete(other)),
+            ('a second file deleted too', [*delete(name), *delete(other)])],
+        params=dict(folder=f.path, file=name))
 
 # %% ../../nbs/verigen/files_folders.ipynb #9dbd3f56
 def played(

@@ -14,20 +14,23 @@ from .script import Script, turn, window
 __all__ = ['number_in_file', 'file_modes', 'link_target', 'archive_members', 'ordered_lines', 'terminal', 'typed', 'told',
            'count_lines', 'make_executable', 'make_link', 'collect_files', 'make_archive', 'sort_unique']
 
-# %% ../../nbs/verigen/files_shell.ipynb #878d17a2
+# %% ../../nbs/verigen/files_shell.ipynb #b13ffa95
 def terminal(f: Folder) -> list[dict[str, Any]]:
     "Set-up steps that open a terminal in a folder."
-    return [dict(type='launch', parameters=dict(command=['xfce4-terminal', f'--working-directory={f.path}', '--title=Terminal'])), dict(type='activate_window', parameters=dict(window_name='Terminal'))]
+    return [dict(type='launch', parameters=dict(command=['xfce4-terminal', f'--working-directory={f.path}', '--title=Terminal'])),
+            dict(type='activate_window', parameters=dict(window_name='Terminal'))]
 
 def typed(*commands: str) -> Script:
     "Type commands, leave the shell, and wait until its window is gone: then they have run."
-    return [window('Terminal'), turn(*[a for c in commands for a in (f'type:{c}', 'key:Return')], 'type:exit', 'key:Return'), window('Terminal', gone=True)]
+    return [window('Terminal'),
+            turn(*[a for c in commands for a in (f'type:{c}', 'key:Return')], 'type:exit', 'key:Return'),
+            window('Terminal', gone=True)]
 
 def told(rng: random.Random, f: Folder, *ways: str) -> str:
     "An instruction in one of several wordings, with where."
     return rng.choice([f'A terminal is open in {f.path}. ', f'Work in the folder {f.path}; a terminal is open there. ', '']) + rng.choice(ways)
 
-# %% ../../nbs/verigen/files_shell.ipynb #5e9f4821
+# %% ../../nbs/verigen/files_shell.ipynb #9f8a6e57
 number_in_file = Judge('number_in_file', r'''
 def get_number_in_file(env, config):
     """The text of a small file, without blanks around it."""
@@ -48,12 +51,20 @@ def count_lines(rng: random.Random) -> Draft:
     f = draw_folder(rng); name, other = rng.sample(sorted(f.files), 2)
     f.files[name] = lines_of(rng, rng.randint(12, 60)); f.files[other] = lines_of(rng, rng.randint(61, 70)); n = len(f.files[name].splitlines())
     out = rng.choice(['count.txt', 'lines.txt', 'result.txt'])
-    return Draft(told(rng, f, f'Count the lines of {f.path}/{name} and write the number to {f.path}/{out}.', f'Write how many lines {name} in {f.path} has, as a number, into a new file {out} in the same folder.'),
-                 f.setup(*terminal(f)), number_in_file, dict(path=f'{f.path}/{out}'), dict(number=n), typed(f'wc -l < {name} > {out}'),
-                 [('words counted', typed(f'wc -w < {name} > {out}')), ('another file counted', typed(f'wc -l < {other} > {out}')), ('shown, not written', typed(f'wc -l {name}'))],
-                 dict(folder=f.path, file=name, out=out, number=n))
+    return Draft(
+        instruction=told(rng, f,
+            f'Count the lines of {f.path}/{name} and write the number to {f.path}/{out}.',
+            f'Write how many lines {name} in {f.path} has, as a number, into a new file {out} in the same folder.'),
+        config=f.setup(*terminal(f)),
+        judge=number_in_file, result=dict(path=f'{f.path}/{out}'), expected=dict(number=n),
+        oracle=typed(f'wc -l < {name} > {out}'),
+        near_misses=[
+            ('words counted', typed(f'wc -w < {name} > {out}')),
+            ('another file counted', typed(f'wc -l < {other} > {out}')),
+            ('shown, not written', typed(f'wc -l {name}'))],
+        params=dict(folder=f.path, file=name, out=out, number=n))
 
-# %% ../../nbs/verigen/files_shell.ipynb #6fe65e39
+# %% ../../nbs/verigen/files_shell.ipynb #c0a76413
 file_modes = Judge('file_modes', r'''
 def get_file_modes(env, config):
     """Name -> permission bits (octal) of the files in a folder."""
@@ -83,10 +94,18 @@ def make_executable(rng: random.Random) -> Draft:
     "The shell scripts, and only they, are executable."
     f = draw_folder(rng, (3, 5)); scripts = [f'{s}.sh' for s in rng.sample(['build', 'deploy', 'backup', 'cleanup', 'report'], 2)]
     for s in scripts: f.files[s] = '#!/bin/sh\necho ' + rng.choice(['done', 'ok', 'ready']) + '\n'
-    return Draft(told(rng, f, f'Make all shell scripts (*.sh) directly in {f.path} executable for their owner. No other file may become executable.', f'The .sh files in {f.path} cannot be run. Give their owner permission to execute them; leave the other files as they are.'),
-                 f.setup(*terminal(f)), file_modes, dict(folder=f.path), dict(executable=scripts, files=sorted(f.files)), typed('chmod u+x *.sh'),
-                 [('only one of them', typed(f'chmod u+x {scripts[0]}')), ('every file', typed('chmod u+x *.*')), ('for the group instead', typed('chmod g+x *.sh'))],
-                 dict(folder=f.path, scripts=scripts))
+    return Draft(
+        instruction=told(rng, f,
+            f'Make all shell scripts (*.sh) directly in {f.path} executable for their owner. No other file may become executable.',
+            f'The .sh files in {f.path} cannot be run. Give their owner permission to execute them; leave the other files as they are.'),
+        config=f.setup(*terminal(f)),
+        judge=file_modes, result=dict(folder=f.path), expected=dict(executable=scripts, files=sorted(f.files)),
+        oracle=typed('chmod u+x *.sh'),
+        near_misses=[
+            ('only one of them', typed(f'chmod u+x {scripts[0]}')),
+            ('every file', typed('chmod u+x *.*')),
+            ('for the group instead', typed('chmod g+x *.sh'))],
+        params=dict(folder=f.path, scripts=scripts))
 
 link_target = Judge('link_target', r'''
 def get_link_target(env, config):
@@ -106,14 +125,24 @@ def check_link_target(result, expected, **options):
 @files.template('medium', 3)
 def make_link(rng: random.Random) -> Draft:
     "The symbolic link leads to the file."
-    f = draw_folder(rng); name, other = rng.sample(sorted(f.files), 2); sub = f.subfolders[0]; link = f'{rng.choice(["latest", "current", "main", "today"])}.{name.rpartition(".")[2]}'
+    f = draw_folder(rng); name, other = rng.sample(sorted(f.files), 2); sub = f.subfolders[0]
+    link = f'{rng.choice(["latest", "current", "main", "today"])}.{name.rpartition(".")[2]}'
     where = rng.choice([link, f'{sub}/{link}'])
-    return Draft(told(rng, f, f'Create a symbolic link {f.path}/{where} that points to {f.path}/{name}.', f'Make {f.path}/{where} a symbolic link to the file {name} in {f.path}.'),
-                 f.setup(*terminal(f)), link_target, dict(link=f'{f.path}/{where}', target=f'{f.path}/{name}'), dict(target=f'{f.path}/{name}', content=f.tree()[name]), typed(f'ln -s {f.path}/{name} {where}'),
-                 [('a copy, no link', typed(f'cp {name} {where}')), ('to another file', typed(f'ln -s {f.path}/{other} {where}')), ('a hard link', typed(f'ln {name} {where}'))],
-                 dict(folder=f.path, link=where, target=name))
+    return Draft(
+        instruction=told(rng, f,
+            f'Create a symbolic link {f.path}/{where} that points to {f.path}/{name}.',
+            f'Make {f.path}/{where} a symbolic link to the file {name} in {f.path}.'),
+        config=f.setup(*terminal(f)),
+        judge=link_target, result=dict(link=f'{f.path}/{where}', target=f'{f.path}/{name}'),
+        expected=dict(target=f'{f.path}/{name}', content=f.tree()[name]),
+        oracle=typed(f'ln -s {f.path}/{name} {where}'),
+        near_misses=[
+            ('a copy, no link', typed(f'cp {name} {where}')),
+            ('to another file', typed(f'ln -s {f.path}/{other} {where}')),
+            ('a hard link', typed(f'ln {name} {where}'))],
+        params=dict(folder=f.path, link=where, target=name))
 
-# %% ../../nbs/verigen/files_shell.ipynb #037cbc4b
+# %% ../../nbs/verigen/files_shell.ipynb #6b171d6a
 @files.template('hard', 4)
 def collect_files(rng: random.Random) -> Draft:
     "Copies of all files with the ending, from the folder and its subfolders, are in the new folder; nothing else changed."
@@ -124,10 +153,18 @@ def collect_files(rng: random.Random) -> Draft:
     f.files[f'{spots[1]}{names[0]}x.txt'] = lines_of(rng, 2)
     hits = [p for p in f.files if p.endswith('.' + ending)]
     tree = f.tree({to: 'dir', **{f'{to}/{p.rpartition("/")[2]}': f.files[p] for p in hits}})
-    return Draft(told(rng, f, f'Copy every .{ending} file found in {f.path} or in any of its subfolders into a new folder {f.path}/{to}. The originals stay.', f'Make a folder {to} in {f.path} and put copies of all .{ending} files into it, those in subfolders included; leave the originals in place.'),
-                 f.setup(*terminal(f)), folder_tree, dict(folder=f.path), dict(tree=tree), typed(f"mkdir {to}; find . -name '*.{ending}' -not -path './{to}/*' -exec cp {{}} {to}/ \\;"),
-                 [('subfolders forgotten', typed(f'mkdir {to}; cp *.{ending} {to}/')), ('moved, not copied', typed(f"mkdir {to}; find . -name '*.{ending}' -not -path './{to}/*' -exec mv {{}} {to}/ \\;")), ('text files too', typed(f"mkdir {to}; find . -type f -not -path './{to}/*' -exec cp {{}} {to}/ \\;"))],
-                 dict(folder=f.path, ending=ending, to=to))
+    return Draft(
+        instruction=told(rng, f,
+            f'Copy every .{ending} file found in {f.path} or in any of its subfolders into a new folder {f.path}/{to}. The originals stay.',
+            f'Make a folder {to} in {f.path} and put copies of all .{ending} files into it, those in subfolders included; leave the originals in place.'),
+        config=f.setup(*terminal(f)),
+        judge=folder_tree, result=dict(folder=f.path), expected=dict(tree=tree),
+        oracle=typed(f"mkdir {to}; find . -name '*.{ending}' -not -path './{to}/*' -exec cp {{}} {to}/ \\;"),
+        near_misses=[
+            ('subfolders forgotten', typed(f'mkdir {to}; cp *.{ending} {to}/')),
+            ('moved, not copied', typed(f"mkdir {to}; find . -name '*.{ending}' -not -path './{to}/*' -exec mv {{}} {to}/ \\;")),
+            ('text files too', typed(f"mkdir {to}; find . -type f -not -path './{to}/*' -exec cp {{}} {to}/ \\;"))],
+        params=dict(folder=f.path, ending=ending, to=to))
 
 archive_members = Judge('archive_members', r'''
 def get_archive_members(env, config):
@@ -169,12 +206,22 @@ def make_archive(rng: random.Random) -> Draft:
     for n in names[:3]: f.files[f'{sub}/{n}'] = lines_of(rng, 3)
     f.files[f'{other}/{names[3]}'] = lines_of(rng, 3)
     out = rng.choice(['backup', 'bundle', 'snapshot']) + '.tar.gz'; tree = f.tree()
-    return Draft(told(rng, f, f'Pack the folder {f.path}/{sub} with all its files into a gzip-compressed tar archive {f.path}/{out}. Keep the originals.', f'Create {f.path}/{out}, a .tar.gz archive of the subfolder "{sub}" of {f.path}; do not delete anything.'),
-                 f.setup(*terminal(f)), archive_members, dict(archive=f'{f.path}/{out}', folder=f.path), dict(prefix=sub, members={n: tree[f'{sub}/{n}'] for n in names[:3]}, beside=sorted(f.files)), typed(f'tar czf {out} {sub}'),
-                 [('not compressed', typed(f'tar cf {out} {sub}')), ('the other folder', typed(f'tar czf {out} {other}')), ('one file only', typed(f'tar czf {out} {sub}/{names[0]}')), ('the originals deleted', typed(f'tar czf {out} {sub}; rm -r {sub}'))],
-                 dict(folder=f.path, sub=sub, out=out))
+    return Draft(
+        instruction=told(rng, f,
+            f'Pack the folder {f.path}/{sub} with all its files into a gzip-compressed tar archive {f.path}/{out}. Keep the originals.',
+            f'Create {f.path}/{out}, a .tar.gz archive of the subfolder "{sub}" of {f.path}; do not delete anything.'),
+        config=f.setup(*terminal(f)),
+        judge=archive_members, result=dict(archive=f'{f.path}/{out}', folder=f.path),
+        expected=dict(prefix=sub, members={n: tree[f'{sub}/{n}'] for n in names[:3]}, beside=sorted(f.files)),
+        oracle=typed(f'tar czf {out} {sub}'),
+        near_misses=[
+            ('not compressed', typed(f'tar cf {out} {sub}')),
+            ('the other folder', typed(f'tar czf {out} {other}')),
+            ('one file only', typed(f'tar czf {out} {sub}/{names[0]}')),
+            ('the originals deleted', typed(f'tar czf {out} {sub}; rm -r {sub}'))],
+        params=dict(folder=f.path, sub=sub, out=out))
 
-# %% ../../nbs/verigen/files_shell.ipynb #4b161eaf
+# %% ../../nbs/verigen/files_shell.ipynb #5171c58d
 ordered_lines = Judge('ordered_lines', r'''
 def get_ordered_lines(env, config):
     """The lines of the result and of the source, blanks at the ends removed, empty lines left out."""
@@ -194,10 +241,19 @@ def check_ordered_lines(result, expected, **options):
 def sort_unique(rng: random.Random) -> Draft:
     "The new file lists the distinct lines of the old one in alphabetical order."
     f = draw_folder(rng, (3, 4)); name = 'names.txt'; out = rng.choice(['sorted.txt', 'unique.txt', 'list.txt'])
-    people = rng.sample('anna bruno clara david emma felix greta hugo irene jonas karla louis mila nora oskar paula'.split(), 7); lines = people + rng.sample(people, 3)
+    people = rng.sample('anna bruno clara david emma felix greta hugo irene jonas karla louis mila nora oskar paula'.split(), 7)
+    lines = people + rng.sample(people, 3)
     while lines == sorted(lines): rng.shuffle(lines)
     rng.shuffle(lines); f.files[name] = '\n'.join(lines) + '\n'
-    return Draft(told(rng, f, f'{f.path}/{name} contains names, some of them several times. Write each name once, in alphabetical order, one a line, to {f.path}/{out}; do not change {name}.', f'Create {f.path}/{out} with the distinct lines of {name} sorted from A to Z. {name} itself stays as it is.'),
-                 f.setup(*terminal(f)), ordered_lines, dict(result=f'{f.path}/{out}', source=f'{f.path}/{name}'), dict(source=lines), typed(f'sort -u {name} > {out}'),
-                 [('duplicates kept', typed(f'sort {name} > {out}')), ('from Z to A', typed(f'sort -ur {name} > {out}')), ('the source sorted in place', typed(f'sort -u {name} -o {name}; cp {name} {out}'))],
-                 dict(folder=f.path, source=name, out=out))
+    return Draft(
+        instruction=told(rng, f,
+            f'{f.path}/{name} contains names, some of them several times. Write each name once, in alphabetical order, one a line, to {f.path}/{out}; do not change {name}.',
+            f'Create {f.path}/{out} with the distinct lines of {name} sorted from A to Z. {name} itself stays as it is.'),
+        config=f.setup(*terminal(f)),
+        judge=ordered_lines, result=dict(result=f'{f.path}/{out}', source=f'{f.path}/{name}'), expected=dict(source=lines),
+        oracle=typed(f'sort -u {name} > {out}'),
+        near_misses=[
+            ('duplicates kept', typed(f'sort {name} > {out}')),
+            ('from Z to A', typed(f'sort -ur {name} > {out}')),
+            ('the source sorted in place', typed(f'sort -u {name} -o {name}; cp {name} {out}'))],
+        params=dict(folder=f.path, source=name, out=out))

@@ -11,17 +11,22 @@ from .grammar import Draft, Judge, place
 from .script import Script, WaitFile, click, turn, window
 
 # %% auto #0
-__all__ = ['settings_file', 'text_lines', 'words_in_text', 'editor', 'saved', 'line', 'change_setting', 'append_line',
+__all__ = ['settings_file', 'text_lines', 'words_in_text', 'editor', 'saved', 'unsaved', 'line', 'change_setting', 'append_line',
            'delete_lines', 'replace_word', 'write_note']
 
-# %% ../../nbs/verigen/files_text.ipynb #b01e90cd
+# %% ../../nbs/verigen/files_text.ipynb #ad47d3e9
 def editor(path: str) -> list[dict[str, Any]]:
     "Set-up steps that open a file in the text editor."
-    return [dict(type='launch', parameters=dict(command=['mousepad', path])), dict(type='activate_window', parameters=dict(window_name=path.rpartition('/')[2]))]
+    return [dict(type='launch', parameters=dict(command=['mousepad', path])),
+            dict(type='activate_window', parameters=dict(window_name=path.rpartition('/')[2]))]
 
 def saved(path: str) -> Script:
     "Save in the editor and wait for the file."
     return [turn('key:ctrl+s'), WaitFile(path=path)]
+
+def unsaved(script: Script) -> Script:
+    "The same script without the two steps of `saved` at its end."
+    return script[:-2]
 
 def line(number: int, *then: str) -> Any:
     "Go to a line (from 0) and do something at its beginning."
@@ -54,19 +59,30 @@ def check_settings_file(result, expected, **options):
 def change_setting(rng: random.Random) -> Draft:
     "The one setting has its new value; all others and the comments are kept."
     name = rng.choice(['server.conf', 'app.ini', 'settings.cfg', 'client.conf']); path = f'{DOCUMENTS}/{name}'
-    pool = dict(port=rng.randint(2000, 9000), timeout=rng.randint(5, 90), workers=rng.randint(1, 16), retries=rng.randint(1, 9), cache=rng.choice(['on', 'off']), theme=rng.choice(['dark', 'light']), level=rng.choice(['debug', 'info', 'error']), host=rng.choice(['alpha', 'beta', 'gamma']) + '.example')
+    pool = dict(port=rng.randint(2000, 9000), timeout=rng.randint(5, 90), workers=rng.randint(1, 16), retries=rng.randint(1, 9),
+                cache=rng.choice(['on', 'off']), theme=rng.choice(['dark', 'light']), level=rng.choice(['debug', 'info', 'error']),
+                host=rng.choice(['alpha', 'beta', 'gamma']) + '.example')
     keys = rng.sample(sorted(pool), rng.randint(5, 7)); key, other = rng.sample(keys, 2)
     new = str(pool[key] + rng.randint(1, 50)) if isinstance(pool[key], int) else rng.choice([w for w in WORDS if len(w) == 5])
     text = f'# {name}: restart after changes\n' + ''.join(f'{k} = {pool[k]}\n' for k in keys)
     at = lambda k: keys.index(k) + 1
     set_ = lambda k, v: line(at(k), 'key:shift+End', f'type:{k} = {v}')
     do = lambda *steps: [window(name), *steps, *saved(path)]
-    return Draft(rng.choice([f'In the file {path}, which is open in the text editor, set {key} to {new}. Keep everything else and save the file.', f'Change the value of "{key}" in {name} (open in the editor) to {new}, leave the other lines as they are, and save.']),
-                 [place({path: text}), *editor(path)], settings_file, dict(path=path), dict(settings={k: str(new if k == key else pool[k]) for k in keys}, comments=1), do(set_(key, new)),
-                 [('the wrong setting', do(set_(other, new))), ('added, the old line kept', do(turn('key:ctrl+End', f'type:{key} = {new}', 'key:Return'))), ('not saved', do(set_(key, new))[:-2]), ('the comment deleted', do(set_(key, new), line(0, 'key:shift+End', 'key:Delete')))],
-                 dict(path=path, key=key, value=new))
+    return Draft(
+        instruction=rng.choice([
+            f'In the file {path}, which is open in the text editor, set {key} to {new}. Keep everything else and save the file.',
+            f'Change the value of "{key}" in {name} (open in the editor) to {new}, leave the other lines as they are, and save.']),
+        config=[place({path: text}), *editor(path)],
+        judge=settings_file, result=dict(path=path), expected=dict(settings={k: str(new if k == key else pool[k]) for k in keys}, comments=1),
+        oracle=do(set_(key, new)),
+        near_misses=[
+            ('the wrong setting', do(set_(other, new))),
+            ('added, the old line kept', do(turn('key:ctrl+End', f'type:{key} = {new}', 'key:Return'))),
+            ('not saved', unsaved(do(set_(key, new)))),
+            ('the comment deleted', do(set_(key, new), line(0, 'key:shift+End', 'key:Delete')))],
+        params=dict(path=path, key=key, value=new))
 
-# %% ../../nbs/verigen/files_text.ipynb #aa4bb0fc
+# %% ../../nbs/verigen/files_text.ipynb #0f232b4a
 text_lines = Judge('text_lines', r'''
 def get_text_lines(env, config):
     """The lines of a text file, without blanks at their ends and without empty lines at the end of the file."""
@@ -90,10 +106,19 @@ def append_line(rng: random.Random) -> Draft:
     new = rng.choice(['Call back on Monday', 'Ask Priya about the keys', 'Deadline: 14 June', 'See page 27 for details', 'Room 3.14 is booked', 'Budget <= 500 EUR'])
     do = lambda *steps: [window(name), *steps, *saved(path)]
     end = turn('key:ctrl+End', f'type:{new}', 'key:Return')
-    return Draft(rng.choice([f'Add the line "{new}" (without the quotes) at the end of {path}, which is open in the text editor, and save the file.', f'The text editor shows {name}. Append one line that reads exactly: {new} - then save.'.replace(' - then', '\nThen')]),
-                 [place({path: text}), *editor(path)], text_lines, dict(path=path), dict(lines=[*lines, new]), do(end),
-                 [('at the beginning', do(turn('key:ctrl+Home', f'type:{new}', 'key:Return'))), ('all in lower case', do(turn('key:ctrl+End', f'type:{new.lower()}', 'key:Return'))), ('twice', do(end, end)), ('not saved', do(end)[:-2])],
-                 dict(path=path, line=new))
+    return Draft(
+        instruction=rng.choice([
+            f'Add the line "{new}" (without the quotes) at the end of {path}, which is open in the text editor, and save the file.',
+            f'The text editor shows {name}. Append one line that reads exactly: {new} - then save.'.replace(' - then', '\nThen')]),
+        config=[place({path: text}), *editor(path)],
+        judge=text_lines, result=dict(path=path), expected=dict(lines=[*lines, new]),
+        oracle=do(end),
+        near_misses=[
+            ('at the beginning', do(turn('key:ctrl+Home', f'type:{new}', 'key:Return'))),
+            ('all in lower case', do(turn('key:ctrl+End', f'type:{new.lower()}', 'key:Return'))),
+            ('twice', do(end, end)),
+            ('not saved', unsaved(do(end)))],
+        params=dict(path=path, line=new))
 
 @files.template('medium', 5)
 def delete_lines(rng: random.Random) -> Draft:
@@ -104,12 +129,21 @@ def delete_lines(rng: random.Random) -> Draft:
     wrong = next(i for i in range(len(lines)) if i not in hits)
     cut = lambda i: line(i, 'key:shift+Down', 'key:Delete')
     do = lambda *steps: [window(name), *steps, *saved(path)]
-    return Draft(rng.choice([f'Delete every line that starts with "{mark}" from {path} (it is open in the text editor) and save the file.', f'In {name}, which the text editor shows, remove the lines beginning with the word {mark}, without leaving empty lines. Save the file.']),
-                 [place({path: '\n'.join(lines) + '\n'}), *editor(path)], text_lines, dict(path=path), dict(lines=[l for i, l in enumerate(lines) if i not in hits]), do(cut(hits[1]), cut(hits[0])),
-                 [('one of them left', do(cut(hits[0]))), ('another line deleted too', do(*[cut(i) for i in sorted([*hits, wrong], reverse=True)])), ('emptied, not deleted', do(*[line(i, 'key:shift+End', 'key:Delete') for i in hits])), ('not saved', do(cut(hits[1]), cut(hits[0]))[:-2])],
-                 dict(path=path, mark=mark))
+    return Draft(
+        instruction=rng.choice([
+            f'Delete every line that starts with "{mark}" from {path} (it is open in the text editor) and save the file.',
+            f'In {name}, which the text editor shows, remove the lines beginning with the word {mark}, without leaving empty lines. Save the file.']),
+        config=[place({path: '\n'.join(lines) + '\n'}), *editor(path)],
+        judge=text_lines, result=dict(path=path), expected=dict(lines=[l for i, l in enumerate(lines) if i not in hits]),
+        oracle=do(cut(hits[1]), cut(hits[0])),
+        near_misses=[
+            ('one of them left', do(cut(hits[0]))),
+            ('another line deleted too', do(*[cut(i) for i in sorted([*hits, wrong], reverse=True)])),
+            ('emptied, not deleted', do(*[line(i, 'key:shift+End', 'key:Delete') for i in hits])),
+            ('not saved', unsaved(do(cut(hits[1]), cut(hits[0]))))],
+        params=dict(path=path, mark=mark))
 
-# %% ../../nbs/verigen/files_text.ipynb #e68501c1
+# %% ../../nbs/verigen/files_text.ipynb #afbaac9a
 words_in_text = Judge('words_in_text', r'''
 def get_words_in_text(env, config):
     """The words of a text, line by line."""
@@ -151,19 +185,38 @@ def replace_word(rng: random.Random) -> Draft:
     do = lambda *steps: [window(name), *steps, *saved(path)]
     all_ = [put(i, new) for i in hits]
     naive = line(trap, 'key:shift+End', 'type:' + ' '.join(lines[trap]).replace(old, new))
-    return Draft(rng.choice([f'Replace the word "{old}" with "{new}" everywhere in {path} (open in the text editor), but only where it is a whole word: longer words that contain it stay. Save the file.', f'In {name}, shown in the text editor, every "{old}" should become "{new}". Do not touch longer words such as "{old}side". Then save.']),
-                 [place({path: '\n'.join(map(' '.join, lines)) + '\n'}), *editor(path)], words_in_text, dict(path=path), dict(before=[l for l in lines], old=old, new=new), do(*all_),
-                 [('one place left', do(*all_[:-1])), ('the longer word changed too', do(*all_, naive)), ('misspelt', do(*[put(i, new[:-1]) for i in hits])), ('not saved', do(*all_)[:-2])],
-                 dict(path=path, old=old, new=new))
+    return Draft(
+        instruction=rng.choice([
+            f'Replace the word "{old}" with "{new}" everywhere in {path} (open in the text editor), but only where it is a whole word: longer words that contain it stay. Save the file.',
+            f'In {name}, shown in the text editor, every "{old}" should become "{new}". Do not touch longer words such as "{old}side". Then save.']),
+        config=[place({path: '\n'.join(map(' '.join, lines)) + '\n'}), *editor(path)],
+        judge=words_in_text, result=dict(path=path), expected=dict(before=[l for l in lines], old=old, new=new),
+        oracle=do(*all_),
+        near_misses=[
+            ('one place left', do(*all_[:-1])),
+            ('the longer word changed too', do(*all_, naive)),
+            ('misspelt', do(*[put(i, new[:-1]) for i in hits])),
+            ('not saved', unsaved(do(*all_)))],
+        params=dict(path=path, old=old, new=new))
 
-# %% ../../nbs/verigen/files_text.ipynb #1297edc1
+# %% ../../nbs/verigen/files_text.ipynb #900f5ced
 @files.template('medium', 6)
 def write_note(rng: random.Random) -> Draft:
     "The new file has the two given lines."
     name = f'{rng.choice(STEMS)}_{rng.randint(10, 99)}.txt'; path = f'{DOCUMENTS}/{name}'; a, b = lines_of(rng, 2).splitlines()
-    def write(lines, name): return [window('Mousepad'), turn(*[x for l in lines for x in (f'type:{l}', 'key:Return')], 'key:ctrl+s'), window('Save As'), turn('key:ctrl+a', f'type:{DOCUMENTS}/{name}'), turn('key:Return'), WaitFile(path=f'{DOCUMENTS}/{name}')]
-    return Draft(rng.choice([f'Write a text file {path} with exactly two lines. The first line is "{a}", the second "{b}" (without the quotes).', f'Using the open text editor, create the file {name} in the Documents folder. Line 1: {a}. Line 2: {b}. No full stops, nothing else.']),
-                 [dict(type='execute', parameters=dict(command=['mkdir', '-p', DOCUMENTS])), dict(type='launch', parameters=dict(command=['mousepad'])), dict(type='activate_window', parameters=dict(window_name='Mousepad'))],
-                 text_lines, dict(path=path), dict(lines=[a, b]), write([a, b], name),
-                 [('the lines swapped', write([b, a], name)), ('another name', write([a, b], f'new_{name}')), ('on one line', write([f'{a} {b}'], name))],
-                 dict(path=path, lines=[a, b]))
+    def write(lines, name):
+        return [window('Mousepad'), turn(*[x for l in lines for x in (f'type:{l}', 'key:Return')], 'key:ctrl+s'), window('Save As'),
+                turn('key:ctrl+a', f'type:{DOCUMENTS}/{name}'), turn('key:Return'), WaitFile(path=f'{DOCUMENTS}/{name}')]
+    return Draft(
+        instruction=rng.choice([
+            f'Write a text file {path} with exactly two lines. The first line is "{a}", the second "{b}" (without the quotes).',
+            f'Using the open text editor, create the file {name} in the Documents folder. Line 1: {a}. Line 2: {b}. No full stops, nothing else.']),
+        config=[dict(type='execute', parameters=dict(command=['mkdir', '-p', DOCUMENTS])), dict(type='launch', parameters=dict(command=['mousepad'])),
+                dict(type='activate_window', parameters=dict(window_name='Mousepad'))],
+        judge=text_lines, result=dict(path=path), expected=dict(lines=[a, b]),
+        oracle=write([a, b], name),
+        near_misses=[
+            ('the lines swapped', write([b, a], name)),
+            ('another name', write([a, b], f'new_{name}')),
+            ('on one line', write([f'{a} {b}'], name))],
+        params=dict(path=path, lines=[a, b]))
