@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, Callable
 
 # %% auto #0
-__all__ = ['TYPES', 'UNDERSTOOD', 'Option', 'Command', 'read_command', 'stdout_to_stderr', 'plain', 'call', 'typer_command']
+__all__ = ['TYPES', 'UNDERSTOOD', 'Option', 'Command', 'read_command', 'stdout_to_stderr', 'Interrupted', 'interruptible',
+           'plain', 'call', 'typer_command']
 
 # %% ../../nbs/dev/command.ipynb #9ea9bccf
 TYPES = dict(int=int, float=float, str=str, bool=bool)
@@ -57,7 +58,7 @@ def read_command(
     comments = {t.start[0]: t.string.lstrip("# ").rstrip() for t in tokens if t.type == tokenize.COMMENT}
     return Command(target, ast.get_docstring(functions[0]) or "", list(_options(functions[0], comments, target)))
 
-# %% ../../nbs/dev/command.ipynb #cd6f726b
+# %% ../../nbs/dev/command.ipynb #2f9c2b4b
 @contextlib.contextmanager
 def stdout_to_stderr():
     "Everything that is written to stdout inside goes to stderr, subprocesses' output included."
@@ -70,6 +71,15 @@ def stdout_to_stderr():
         sys.stderr.flush()
         os.dup2(saved, 1)
         os.close(saved)
+
+class Interrupted(Exception):
+    "Ctrl-C: typer would end the program without a word."
+
+@contextlib.contextmanager
+def interruptible():
+    "Ctrl-C inside becomes `Interrupted`, once whatever was at work has ended in good order."
+    try: yield
+    except KeyboardInterrupt: raise Interrupted("interrupted") from None
 
 def plain(
     value: Any,  # mappings, sequences, numbers, strings, paths, NumPy scalars and arrays, pydantic models
@@ -89,7 +99,7 @@ def call(
 ) -> Any:
     "Import the function, call it (in an event loop where it is async) with stdout turned to stderr, and return what it returns."
     module, name = target.split(":")
-    with stdout_to_stderr():
+    with interruptible(), stdout_to_stderr():
         result = getattr(importlib.import_module(module), name)(**given)
         return asyncio.run(result) if inspect.iscoroutine(result) else result
 
