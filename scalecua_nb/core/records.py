@@ -146,7 +146,7 @@ class Segment:
         "The token arrays by name, as the store writes them."
         return dict(ids=self.ids, mask=self.mask, logp=self.logp, version=self.version, turn=self.turn)
 
-# %% ../../nbs/core/records.ipynb #9af07e61
+# %% ../../nbs/core/records.ipynb #b73348b9
 @dataclass(slots=True)
 class Verdict:
     "What a judge said."
@@ -186,7 +186,7 @@ class Episode:
     @property
     def blocked(self) -> bool:
         "Failed for a reason that is not the agent's: excluded from means and pass rates."
-        return self.end == 'blocked' or (self.verdict is not None and self.verdict.blocked)
+        return self.end != 'agent_broke' and (self.end == 'blocked' or (self.verdict is not None and self.verdict.blocked))
 
     @property
     def score(self) -> float | None:
