@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TorchTrainer']
 
-# %% ../../nbs/rl/torch_trainer.ipynb #be0112b4
+# %% ../../nbs/rl/torch_trainer.ipynb #71e469eb
 import copy
 import json
 import math
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from ..core.settings import LossSettings, RLSettings, TrainerSettings
 from ..engine.base import Engine, EngineError
-from ..engine.model import VisionLanguage, load_weights, rectangles
+from ..engine.model import VisionLanguage, load_weights, rectangles, untied
 from ..engine.vision import FeatureCache
 from .batch import Batch, Padded, pad
 from .checkpoint import atomic_folder
@@ -26,7 +26,7 @@ from .logprobs import token_logprobs
 from .loss import policy_loss
 from .trainer import TrainerError
 
-# %% ../../nbs/rl/torch_trainer.ipynb #464c0ca2
+# %% ../../nbs/rl/torch_trainer.ipynb #e2687162
 class TorchTrainer:
     "A trainer in this process (see `rl.trainer.Trainer`). Source: §3.4, Eq. 3; Table 10."
     def __init__(self,
@@ -129,7 +129,8 @@ class TorchTrainer:
     def save(self, folder: str | Path) -> None:
         "Write the model as a folder that transformers and vLLM read, and the optimizer beside it, whole or not at all."
         with atomic_folder(folder) as work:
-            self.model.save_pretrained(work)
+            self.model.config.save_pretrained(work)
+            save_file(untied(self.model), work / "model.safetensors", {"format": "pt"})
             slots = {f"{slot}.{n}": t.contiguous() for n, p in self.parameters.items() for slot, t in self.optimizer.state.get(p, {}).items()}
             save_file(slots, work / "optimizer.safetensors")
             if self.own_reference: save_file({n: w for n, w in self.reference.model.named_parameters()}, work / "reference.safetensors")
