@@ -36,7 +36,7 @@ def point_cell(
     x, y = to_pixels(point, (WIDTH, HEIGHT))
     return x // CELL, y // CELL
 
-# %% ../../nbs/desktop/minidesk.ipynb #71c7b130
+# %% ../../nbs/desktop/minidesk.ipynb #560cbb30
 class _Hand:
     "The pointer: where it is, and where its button went down."
     __slots__ = ('at', 'down')
@@ -59,7 +59,8 @@ def _typed(state, text):
     for c in text: key(state, c)
 
 def _keyed(state, name):
-    if '+' not in name: key(state, name)
+    *held, last = name.split('+')
+    if all(h.lower() == 'shift' for h in held): key(state, last)          # other combinations mean nothing here
 
 _NO_EFFECT = (A.RightClick, A.MiddleClick, A.MouseMove, A.Scroll, A.Screenshot, A.Wait, A.Done, A.Fail, A.Answer)
 _TIMES = {A.LeftClick: 1, A.DoubleClick: 2, A.TripleClick: 3}
