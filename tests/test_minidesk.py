@@ -66,6 +66,7 @@ def test_scenes_do_not_depend_on_the_process():
     assert len(got) == 1
 
 
+@pytest.mark.slow
 def test_layouts_are_disjoint():
     places = lambda s: repr([[sorted((w.get('sheet', 0), *w['cell']) for w in win['widgets']), win['popup']] for win in s.state['windows']])
     for family, f in FAMILIES.items():
@@ -82,6 +83,7 @@ def test_turn_counts():
 
 
 @pytest.mark.skipif(not shutil.which('bwrap'), reason='needs bubblewrap: apt-get install bubblewrap')
+@pytest.mark.slow
 async def test_every_family_is_sound_in_the_jail():
     "Untouched 0, oracle 1, near-misses below 1, by the real judges in the real jail; and the quick score agrees."
     async with Jail() as jail, MiniDesks() as desks:

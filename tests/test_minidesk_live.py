@@ -14,7 +14,7 @@ from scalecua_nb.verigen.script import compile_script
 
 try: check(); missing = ''
 except DesktopError as e: missing = str(e)
-pytestmark = [pytest.mark.desktop, pytest.mark.skipif(bool(missing), reason=missing)]
+pytestmark = [pytest.mark.desktop, pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=missing)]
 
 
 async def alike(live, simulated, actions=None):
