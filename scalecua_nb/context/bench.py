@@ -16,7 +16,7 @@ from .window import window
 # %% auto #0
 __all__ = ['Conversation', 'Literal2', 'check', 'bench']
 
-# %% ../../nbs/context/bench.ipynb #484bff09
+# %% ../../nbs/context/bench.ipynb #d0df5636
 _WORDS = ('the a window button menu file now click open save dialog should see that is not yet typed cell column value next check before because select item toolbar current '
           'spreadsheet understand scrolling position still need first verify changed document settings path').split()
 
@@ -44,11 +44,17 @@ class Conversation:
             else: out.append(i)
         return out
 
-    def begin(self): return [Text(self.system), Image(self.screens[0]), Text('<|im_end|>\n<|im_start|>assistant\n')]
-    def observe(self, turn): return [Text('\n<|im_start|>user\n<tool_response>'), Image(self.screens[turn]), Text('</tool_response><|im_end|>\n<|im_start|>assistant\n')]
-    def dropped(self, turn): return [Text(f'[The screenshot after turn {turn} is no longer shown]')]
+    def begin(self):
+        "System prompt, task and first screenshot."
+        return [Text(self.system), Image(self.screens[0]), Text('<|im_end|>\n<|im_start|>assistant\n')]
+    def observe(self, turn):
+        "The screenshot after a turn."
+        return [Text('\n<|im_start|>user\n<tool_response>'), Image(self.screens[turn]), Text('</tool_response><|im_end|>\n<|im_start|>assistant\n')]
+    def dropped(self, turn):
+        "What a dropped screenshot leaves."
+        return [Text(f'[The screenshot after turn {turn} is no longer shown]')]
 
-# %% ../../nbs/context/bench.ipynb #e0a2fab6
+# %% ../../nbs/context/bench.ipynb #86b56038
 class Literal2:
     "Algorithm 2, the whole history tokenised twice a turn as it is printed. Source: appendix C.1."
     def __init__(self, codec, keep, delta):
@@ -63,14 +69,17 @@ class Literal2:
         return out
 
     def begin(self, pieces):
+        "Tokenize the initial history (line 4)."
         self.history += pieces; self.n_img += 1
         self.ids = self.tokenize(); self.mask, self.logp = [0] * len(self.ids), [0.0] * len(self.ids)
 
     def reply(self, ids, logprobs):
+        "Append a sampled reply (line 7)."
         self.ids += ids; self.mask += [1] * len(ids); self.logp += logprobs
         self.history.append(Text(self.codec.decode(ids)))
 
     def observe(self, pieces, dropped):
+        "Prune and start afresh, or append the difference of two tokenisations (lines 8 to 17)."
         self.n_img += 1
         if self.n_img > self.keep + self.delta:
             self.segments.append((self.ids, self.mask, self.logp))
