@@ -99,7 +99,7 @@ def turn_seed(
 
 def _hash(text: str) -> int: return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), 'little') >> 1
 
-# %% ../../nbs/agent/agents.ipynb #512cfb4a
+# %% ../../nbs/agent/agents.ipynb #bdea51f9
 class ScriptError(Exception):
     "A scripted step that could not be carried out; one sentence."
 
@@ -135,4 +135,5 @@ class ScriptedAgent:
     def finish(self) -> list[Segment]:
         "Scripts train nothing."
         return []
-    async def close(self) -> None: pass
+    async def close(self) -> None:
+        "Nothing to free."
