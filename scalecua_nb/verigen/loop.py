@@ -25,7 +25,7 @@ from .roles import Fixer, GrammarProposer, LeftOut, Opinion, Proposer, Reason, R
 __all__ = ['GATES', 'Round', 'Journal', 'Loop', 'validation', 'funnel', 'losses', 'only_writer', 'run_loop', 'lender',
            'summarise', 'seeds', 'synthesise', 'main']
 
-# %% ../../nbs/verigen/loop.ipynb #722df66d
+# %% ../../nbs/verigen/loop.ipynb #f425ba7e
 @dataclass(slots=True)
 class Round:
     "One candidate's way through the reviewers."
@@ -44,13 +44,14 @@ class Round:
 
     def to_json(self) -> dict[str, Any]:
         "As plain JSON values."
-        return dict(place=self.place, application=self.application, seed=self.seed, attempt=self.attempt, outcome=self.outcome, template=self.template, task_id=self.task_id,
-                    params=self.params, given=[asdict(r) for r in self.given], opinions=[o.to_json() for o in self.opinions], reasons=[asdict(r) for r in self.reasons], seconds=round(self.seconds, 3))
+        return dict(asdict(self), given=[asdict(r) for r in self.given], opinions=[o.to_json() for o in self.opinions], reasons=[asdict(r) for r in self.reasons],
+                    seconds=round(self.seconds, 3))
 
     @classmethod
     def from_json(cls, d: dict[str, Any]) -> Round:
         "Back from `to_json`."
-        return cls(**{**d, 'given': [Reason(**r) for r in d['given']], 'reasons': [Reason(**r) for r in d['reasons']], 'opinions': [Opinion.from_json(o) for o in d['opinions']]})
+        read = lambda name: [Reason(**r) for r in d[name]]
+        return cls(**{**d, 'given': read('given'), 'reasons': read('reasons'), 'opinions': [Opinion.from_json(o) for o in d['opinions']]})
 
 class Journal:
     "The rounds of a run on disk: one JSON line each, appended when the round ends; a line cut short by a crash is cut off."
@@ -63,7 +64,8 @@ class Journal:
             for number, line in enumerate(self.path.open('rb'), 1):
                 if not line.endswith(b'\n'): break
                 try: self.rounds.append(Round.from_json(json.loads(line)))
-                except (ValueError, KeyError, TypeError) as e: raise ValueError(f'{self.path}: line {number} is not a recorded round ({e}); restore the file, or remove that line to run its place again') from None
+                except (ValueError, KeyError, TypeError) as e:
+                    raise ValueError(f'{self.path}: line {number} is not a recorded round ({e}); restore the file, or remove that line to run its place again') from None
                 whole += len(line)
             if whole < self.path.stat().st_size: os.truncate(self.path, whole)
 
@@ -76,7 +78,7 @@ class Journal:
         "The rounds of a place, blocked ones aside: they say nothing and are run again."
         return [r for r in self.rounds if r.place == place and r.outcome != 'blocked']
 
-# %% ../../nbs/verigen/loop.ipynb #bdf45712
+# %% ../../nbs/verigen/loop.ipynb #fd114553
 class Loop:
     "Fills places of a pool with verified tasks. Source: §3.2, appendix B."
     def __init__(self,
@@ -131,7 +133,8 @@ class Loop:
         by = {o.role: o for o in r.opinions}
         candidate.task.metadata = dict(candidate.task.metadata, validation=validation(by, [x.name for x in self.left_out]))
         if self.candidates: write_atomic(self.candidates / f'{candidate.id}.json', json.dumps(candidate.to_json(), ensure_ascii=False).encode())
-        self.pool.add(candidate.task, candidate.functions, place=r.place, application=candidate.application, template=r.template, verified_by=sorted(by), rounds=r.attempt + 1)
+        self.pool.add(candidate.task, candidate.functions, place=r.place, application=candidate.application, template=r.template, verified_by=sorted(by),
+                      rounds=r.attempt + 1)
         r.outcome = 'accepted'
 
 # %% ../../nbs/verigen/loop.ipynb #43c2049e
@@ -172,14 +175,16 @@ def losses(
     return pd.DataFrame([dict(application=a, template=t, kind=k, candidates=n, example=example[a, t, k]) for (a, t, k), n in counts.most_common()],
                         columns=['application', 'template', 'kind', 'candidates', 'example'])
 
-# %% ../../nbs/verigen/loop.ipynb #36717eee
+# %% ../../nbs/verigen/loop.ipynb #d4a6d052
 class only_writer:
     "The lock of a run's folder, held for a `with` block. Raises `ValueError` where another run holds it."
     def __init__(self, out: Path): self.path = Path(out) / '.lock'
     def __enter__(self):
         self.path.parent.mkdir(parents=True, exist_ok=True); self.file = self.path.open('a')
         try: fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError: self.file.close(); raise ValueError(f'{self.path.parent}: another run is writing here; wait for it or choose another folder') from None
+        except BlockingIOError:
+            self.file.close()
+            raise ValueError(f'{self.path.parent}: another run is writing here; wait for it or choose another folder') from None
     def __exit__(self, *exc): self.file.close()
 
 async def run_loop(
@@ -206,7 +211,7 @@ async def run_loop(
         bar.close()
     return ends
 
-# %% ../../nbs/verigen/loop.ipynb #eff25323
+# %% ../../nbs/verigen/loop.ipynb #9cd4d8e9
 def lender(
     kind: str,       # a grammar's `desktop`: live or minidesk
     workers: int,    # desktops in use at once
@@ -240,7 +245,8 @@ def seeds(
 ) -> Iterator[int]:
     "Seeds of a grammar whose proposals come from these templates. Raises `ValueError` where it has none of them."
     names = list(grammar.templates)
-    if templates and not set(templates) & set(names): raise ValueError(f'templates: grammar {grammar.application} has none of {", ".join(templates)}; there are {", ".join(names)}')
+    if templates and not set(templates) & set(names):
+        raise ValueError(f'templates: grammar {grammar.application} has none of {", ".join(templates)}; there are {", ".join(names)}')
     return (s for s in count(first) if not templates or names[s % len(names)] in templates)
 
 async def synthesise(
@@ -263,7 +269,8 @@ async def synthesise(
     known = grammars(); out = Path(out); start = time.monotonic()
     if unknown := [a for a in applications if a not in known]: raise ValueError(f'applications: {unknown[0]!r} has no task grammar; there are {", ".join(known)}')
     if count < 1 or workers < 1: raise ValueError(f'count and workers must be at least 1, got {count} and {workers}')
-    if unknown := [w for w in without if w not in ('rules', 'checker')]: raise ValueError(f'without: there is no role {unknown[0]!r} to switch off; there are rules and checker')
+    if unknown := [w for w in without if w not in ('rules', 'checker')]:
+        raise ValueError(f'without: there is no role {unknown[0]!r} to switch off; there are rules and checker')
     with only_writer(out):
         journal = Journal(out / 'rounds.jsonl')
         if journal.rounds and not resume: raise ValueError(f'{out}: a run with {len(journal.rounds)} rounds is here already; resume it or choose another folder')
@@ -276,7 +283,8 @@ async def synthesise(
                 if not (desktops or {}).get(kind): stack.push_async_callback(lent.close)
                 store = EpisodeStore(out / 'episodes') if keep_episodes and kind == 'live' else None
                 off = lambda name: LeftOut(name, 'switched off')
-                reviewers = [off('rules') if 'rules' in without else RuleReviewer(), LeftOut('judger'), off('checker') if 'checker' in without else Checker(lent, jail, store)]
+                reviewers = [off('rules') if 'rules' in without else RuleReviewer(), LeftOut('judger'),
+                             off('checker') if 'checker' in without else Checker(lent, jail, store)]
                 loop = Loop(GrammarProposer(), reviewers, pool, journal, rounds=rounds, candidates=out / 'candidates')
                 n = {a: count // len(applications) + (i < count % len(applications)) for i, a in enumerate(applications)}
                 places = sorted(((a, s) for a in mine for s in islice(seeds(known[a], seed, templates), n[a])), key=lambda p: (p[1], p[0]))
@@ -284,7 +292,7 @@ async def synthesise(
         done = {p: journal.of(p) for p in {r.place for r in journal.rounds}}
         return dict(summarise(pool, journal.rounds), places=len(done), seconds=round(time.monotonic() - start, 1), left_out={x.name: x.why for x in loop.left_out})
 
-# %% ../../nbs/verigen/loop.ipynb #d02f67ca
+# %% ../../nbs/verigen/loop.ipynb #fe235d3c
 def main(
     out: str = 'runs/verigen',        # folder of the run: pool/ with the tasks, rounds.jsonl, candidates/, episodes/
     applications: str = 'calc,files', # applications with a task grammar, separated by commas
@@ -299,4 +307,5 @@ def main(
 ) -> dict:                            # figures of the run
     "Synthesise tasks with executable judges, prove them on desktops, and keep the proved ones in a pool. Ctrl-C keeps what was accepted; the same command goes on."
     split = lambda text: [x.strip() for x in text.split(',') if x.strip()]
-    return asyncio.run(synthesise(out, split(applications), count, workers, seed, rounds, without=split(without), templates=split(templates), resume=resume, seconds=seconds or float('inf')))
+    return asyncio.run(synthesise(out, split(applications), count, workers, seed, rounds, without=split(without), templates=split(templates), resume=resume,
+                                  seconds=seconds or float('inf')))

@@ -79,7 +79,7 @@ def deviation(
     at = stalled or len(states)
     return Deviation(at, reached, tuple(rollout[at - 1]) if at <= len(rollout) else ())
 
-# %% ../../nbs/verigen/trajectory.ipynb #b9275427
+# %% ../../nbs/verigen/trajectory.ipynb #9ded4f6d
 PHRASES = {('button', 'pressed', True): 'press {s}', ('check', 'on', True): 'check {s}', ('check', 'on', False): 'uncheck {s}', ('radio', 'on', True): 'choose {s}',
            ('menu', 'open', True): 'open menu {s}', ('folder', 'open', True): 'open {s}'}
 
@@ -119,16 +119,19 @@ def check_desk_goal(result, expected, **options):
     def at(path):
         value = result
         for key in path:
-            if not isinstance(value, (dict, list)) or (isinstance(value, list) and (not isinstance(key, int) or key >= len(value))) or (isinstance(value, dict) and key not in value):
+            if isinstance(value, dict) and key in value:
+                value = value[key]
+            elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+                value = value[key]
+            else:
                 return "missing"
-            value = value[key]
         return value
     if result is None or any(at(path) != value for path, value in expected["kept"]):
         return 0.0
     return sum(at(path) == value for path, value in expected["goal"]) / len(expected["goal"])
 ''')
 
-# %% ../../nbs/verigen/trajectory.ipynb #584e8cad
+# %% ../../nbs/verigen/trajectory.ipynb #5076de65
 def derived(
     parent: Candidate,               # or the first of several
     instruction: str,
@@ -144,11 +147,13 @@ def derived(
     "A candidate made from others, with its provenance. Source: Table 5 (augmented_from, aug_method, aug_index)."
     key = json.dumps([how, instruction, state, evaluator], sort_keys=True)
     id = str(uuid.uuid5(uuid.NAMESPACE_URL, key)); old = parent.task
-    metadata = dict(augmentation_type='trajectory', aug_method=how, aug_index=index, estimated_steps=len(oracle), difficulty='easy' if how == 'subtask' else 'hard', template=parent.template,
-                    explanation=f'{how} of {old.id}', new_functions_paths=[f'functions/{"getters" if n.startswith("get_") else "metrics"}/{n}.py' for n in functions], **{'augmented_from': old.id, **more})
-    task = parse_task(dict(id=id, new_id=f'{old.id}_{how}_{index}', instruction=instruction, snapshot=old.snapshot, source='trajectory', related_apps=old.related_apps,
-                           config=[dict(type='minidesk', parameters=dict(state=state))], evaluator=evaluator, metadata=metadata), how)
-    return Candidate(task=task, functions=functions, oracle=oracle, near_misses=near_misses, application=parent.application, template=f'{parent.template}.{how}', params=dict(of=old.id, index=index), seed=parent.seed)
+    paths = [f'functions/{"getters" if n.startswith("get_") else "metrics"}/{n}.py' for n in functions]
+    metadata = dict(augmentation_type='trajectory', aug_method=how, aug_index=index, augmented_from=old.id, explanation=f'{how} of {old.id}', template=parent.template,
+                    difficulty='easy' if how == 'subtask' else 'hard', estimated_steps=len(oracle), new_functions_paths=paths, **more)
+    task = parse_task(dict(id=id, new_id=f'{old.id}_{how}_{index}', instruction=instruction, snapshot=old.snapshot, source='trajectory',
+                           related_apps=old.related_apps, config=[dict(type='minidesk', parameters=dict(state=state))], evaluator=evaluator, metadata=metadata), how)
+    return Candidate(task=task, functions=functions, oracle=oracle, near_misses=near_misses, application=parent.application,
+                     template=f'{parent.template}.{how}', params=dict(of=old.id, index=index), seed=parent.seed)
 
 def start_of(c: Candidate) -> State:
     "The state that a MiniDesk task sets up. Raises `ValueError` for tasks of other desktops."
@@ -172,7 +177,8 @@ def _neighbours(state: State, actions: Sequence[Action]) -> list[tuple[str, Scri
     mine = {a.coordinate for a in actions if isinstance(a, LeftClick)}; front = state['windows'][state['front']]
     cells = [(w['kind'], w['symbol'], tuple(w['cell'])) for w in front['widgets'] if w['kind'] != 'label']
     cells += [('window', w['title'], (i, 0)) for i, w in enumerate(state['windows']) if i != state['front']]
-    return [(f'{kind} {symbol} instead'.replace('  ', ' '), [turn(LeftClick(coordinate=cell_point(cell)))]) for kind, symbol, cell in cells if cell_point(cell) not in mine]
+    click = lambda cell: [turn(LeftClick(coordinate=cell_point(cell)))]
+    return [(' '.join(filter(None, (kind, symbol, 'instead'))), click(cell)) for kind, symbol, cell in cells if cell_point(cell) not in mine]
 
 def subtasks(
     c: Candidate,            # the task that a rollout failed
@@ -194,12 +200,14 @@ def subtasks(
             wrong = [('what the rollout did', [turn(*left.actions)])] if i == left.reached and left.actions else []
             wrong += [(name, [*(turn(*x) for x in first), *slip]) for name, slip in _neighbours(way[end - 1], last)]
             wrong = [(name, s) for name, s in wrong if replay(before, turns_of(s))[-1] != after][:3]
-            evaluator = dict(func=f'check_{desk_goal.tag}', result=dict(type=desk_goal.tag, path=STATE_PATH), expected=dict(type='rule', rules=_goal(before, after)))
-            if wrong: out.append(derived(c, said, before, [turn(*x) for x in steps], wrong, evaluator, desk_goal.functions(), 'subtask', end, rollout=episode.rollout_id, deviating_turn=left.turn))
+            expected = dict(type='rule', rules=_goal(before, after))
+            evaluator = dict(func=f'check_{desk_goal.tag}', result=dict(type=desk_goal.tag, path=STATE_PATH), expected=expected)
+            more = dict(rollout=episode.rollout_id, deviating_turn=left.turn)
+            if wrong: out.append(derived(c, said, before, [turn(*x) for x in steps], wrong, evaluator, desk_goal.functions(), 'subtask', end, **more))
         i = end
     return out[:most]
 
-# %% ../../nbs/verigen/trajectory.ipynb #0a0dea58
+# %% ../../nbs/verigen/trajectory.ipynb #8f0e7b6a
 def _shifted(goal: list, by: int) -> list:
     return [[[path[0], path[1] + by, *path[2:]] if path[0] == 'windows' else path, v] for path, v in goal]
 
@@ -218,10 +226,15 @@ def compose(
     goals = [[[p, v] for p, v in _goal(s, replay(s, turns_of(c.oracle))[-1])['goal'] if p[-1] in LASTING] for s, c in ((one, a), (two, b))]
     goals[1] = _shifted(goals[1], n); mine = {json.dumps(p) for g in goals for p, _ in g}
     kept = [[list(p), v] for p, v in leaves(state) if p[-1] in LASTING and json.dumps(list(p)) not in mine]
-    said = [c.task.instruction if c.task.instruction.startswith('in ') and not c.task.instruction.startswith('in menu') else f'in {s["windows"][0]["title"]} {c.task.instruction}' for s, c in ((one, a), (two, b))]
-    tag = desk_goal.tag; evaluator = dict(func=[f'check_{tag}'] * 2, result=[dict(type=tag, path=STATE_PATH)] * 2, expected=[dict(type='rule', rules=dict(goal=g, kept=kept)) for g in goals], conj='and')
-    return derived(a, ' then '.join(said), state, [*a.oracle, go, *moved], [('only the first part', a.oracle), ('only the second part', [go, *moved]), ('the last step missing', [*a.oracle, go, *moved[:-1]])],
-                   evaluator, desk_goal.functions(), 'composition', index, composed_of=[a.id, b.id])
+    tag = desk_goal.tag
+    evaluator = dict(func=[f'check_{tag}'] * 2, result=[dict(type=tag, path=STATE_PATH)] * 2, conj='and', expected=[dict(type='rule', rules=dict(goal=g, kept=kept)) for g in goals])
+    wrong = [('only the first part', a.oracle), ('only the second part', [go, *moved]), ('the last step missing', [*a.oracle, go, *moved[:-1]])]
+    return derived(a, f'{_in_window(a)} then {_in_window(b)}', state, [*a.oracle, go, *moved], wrong, evaluator, desk_goal.functions(), 'composition', index, composed_of=[a.id, b.id])
+
+def _in_window(c: Candidate) -> str:
+    "Its instruction with the window named, as those of several windows name it already."
+    said = c.task.instruction
+    return said if said.startswith('in ') and not said.startswith('in menu') else f'in {start_of(c)["windows"][0]["title"]} {said}'
 
 def _beside(action: Action, by: int) -> Action:
     "A click on a tab, moved right by as many windows as stand before; any other action as it is."
@@ -257,7 +270,7 @@ def guided(
         if (x := compose(a, b, made)) and x.id not in out: out[x.id] = x; made += 1
     return list(out.values())
 
-# %% ../../nbs/verigen/trajectory.ipynb #76d14135
+# %% ../../nbs/verigen/trajectory.ipynb #31f48415
 class GuidedProposer:
     "Proposes given candidates, one a seed."
     name = 'guided'
@@ -282,6 +295,7 @@ async def refine(
     names = {x.id: f'{x.application} {x.task.metadata["aug_method"]}s' for x in candidates}
     with only_writer(out):
         pool, journal = TaskPool(out / 'pool', create=True), Journal(out / 'guided.jsonl')
-        loop = Loop(GuidedProposer(candidates), [RuleReviewer(), LeftOut('judger'), Checker(desktops or MiniDesks(), jail)], pool, journal, rounds=1, candidates=out / 'candidates')
+        reviewers = [RuleReviewer(), LeftOut('judger'), Checker(desktops or MiniDesks(), jail)]
+        loop = Loop(GuidedProposer(candidates), reviewers, pool, journal, rounds=1, candidates=out / 'candidates')
         await run_loop(loop, [(names[x.id], i) for i, x in enumerate(candidates)], 64, progress)
         return summarise(pool, journal.rounds)
