@@ -13,13 +13,14 @@ from . import spawner as _module
 from .spawner import receive
 
 # %% auto #0
-__all__ = ['USR', 'ETC', 'PASSWD', 'IDENTITY', 'NEEDED', 'root_args', 'Process', 'spawn', 'advice', 'check', 'state_root',
-           'Folder', 'remove', 'sweep']
+__all__ = ['USR', 'ETC', 'MEMORY', 'PASSWD', 'IDENTITY', 'NEEDED', 'root_args', 'Process', 'spawn', 'advice', 'check',
+           'state_root', 'Folder', 'remove', 'sweep']
 
-# %% ../../nbs/desktop/bubble.ipynb #22ea6965
+# %% ../../nbs/desktop/bubble.ipynb #45ca0999
 USR = ('bin', 'sbin', 'lib', 'lib64', 'lib32', 'libexec', 'share', 'games')
 ETC = ('alternatives', 'fonts', 'ld.so.cache', 'ld.so.conf', 'ld.so.conf.d', 'libreoffice', 'gtk-2.0', 'gtk-3.0', 'xdg', 'mime.types', 'mailcap', 'magic', 'localtime', 'dbus-1', 'at-spi2', 'X11',
        'default/locale', 'profile', 'bash.bashrc', 'terminfo', 'dconf', 'python3', 'services', 'protocols', 'xfce4', 'vulkan', 'ssl/certs', 'debian_version', 'os-release', 'lsb-release')
+MEMORY = {'/dev/shm': 256, '/tmp': 512, '/run': 64, '/var/tmp': 64}     # folders in memory, MB at most
 PASSWD = 'root:x:0:0:root:/root:/usr/sbin/nologin\nuser:x:1000:1000:User:/home/user:/bin/bash\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n'
 IDENTITY = {'passwd': PASSWD, 'group': 'root:x:0:\nuser:x:1000:\nnogroup:x:65534:\n', 'hosts': '127.0.0.1 localhost desk\n', 'hostname': 'desk\n',
             'machine-id': '5ca1ecaa5ca1ecaa5ca1ecaa5ca1ecaa\n', 'nsswitch.conf': 'passwd: files\ngroup: files\nhosts: files\n', 'shells': '/bin/sh\n/bin/bash\n'}
@@ -36,8 +37,8 @@ def root_args(
         elif os.path.isdir(f'/{d}'): args += ['--ro-bind', f'/{d}', f'/{d}']
     for e in ETC: args += ['--ro-bind-try', f'/etc/{e}', f'/etc/{e}']
     for e in IDENTITY: args += ['--ro-bind', f'{identity}/{e}', f'/etc/{e}']
-    return args + ['--ro-bind-try', '/var/cache/fontconfig', '/var/cache/fontconfig', '--proc', '/proc', '--dev', '/dev', '--tmpfs', '/dev/shm', '--size', str(1 << 29), '--tmpfs', '/tmp',
-                   '--tmpfs', '/run', '--tmpfs', '/var/tmp']
+    return args + ['--ro-bind-try', '/var/cache/fontconfig', '/var/cache/fontconfig', '--proc', '/proc', '--dev', '/dev',
+                   *(a for path, mb in MEMORY.items() for a in ('--size', str(mb << 20), '--tmpfs', path))]
 
 # %% ../../nbs/desktop/bubble.ipynb #fb2c98bc
 class Process:

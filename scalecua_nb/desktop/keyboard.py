@@ -10,7 +10,7 @@ from ..core.actions import ActionError
 # %% auto #0
 __all__ = ['ALIASES', 'keysym_of_char', 'parse_keys', 'Keyboard']
 
-# %% ../../nbs/desktop/keyboard.ipynb #45fac12e
+# %% ../../nbs/desktop/keyboard.ipynb #47b437e9
 ALIASES = dict(ctrl='Control_L', control='Control_L', alt='Alt_L', option='Alt_L', shift='Shift_L', super='Super_L', win='Super_L', windows='Super_L', cmd='Super_L', command='Super_L',
                meta='Super_L', altgr='ISO_Level3_Shift', enter='Return', esc='Escape', tab='Tab', space='space', backspace='BackSpace', delete='Delete', insert='Insert', ins='Insert',
                up='Up', down='Down', left='Left', right='Right', arrowup='Up', arrowdown='Down', arrowleft='Left', arrowright='Right', home='Home', end='End', pageup='Page_Up',
@@ -18,8 +18,9 @@ ALIASES = dict(ctrl='Control_L', control='Control_L', alt='Alt_L', option='Alt_L
                plus='plus', minus='minus', kp_enter='KP_Enter', numlock='Num_Lock', scrolllock='Scroll_Lock', pause='Pause', **{'del': 'Delete', 'return': 'Return'}, **{f'f{i}': f'F{i}' for i in range(1, 25)})
 
 def keysym_of_char(ch: str) -> int:
-    "The keysym of one character."
+    "The keysym of one character. Raises `ActionError` for control characters and halves of surrogate pairs, which no key makes."
     o = ord(ch)
+    if o < 32 and ch not in '\n\r\t\b' or 127 <= o < 160 or 0xd800 <= o < 0xe000: raise ActionError(f'the character U+{o:04X} cannot be typed; leave it out, or press a key by its name')
     return {'\n': XK.XK_Return, '\r': XK.XK_Return, '\t': XK.XK_Tab, '\b': XK.XK_BackSpace}.get(ch) or (o if 32 <= o < 127 or 160 <= o < 256 else 0x01000000 | o)
 
 def parse_keys(

@@ -79,7 +79,7 @@ class Probe:
         "Hang up. Idempotent."
         self.x.close()
 
-# %% ../../nbs/desktop/probe.ipynb #c4595e48
+# %% ../../nbs/desktop/probe.ipynb #bc6d58c8
 @patch
 async def _press(self: Probe,
     keysyms: list[int],                      # as many as the spare keys can serve
@@ -98,8 +98,8 @@ async def _press(self: Probe,
 async def type(self: Probe,
     text: str,                               # any Unicode text
 ) -> None:
-    "Type a text exactly as it is."
-    syms, caps = [keysym_of_char(c) for c in text], await self.x.locked()
+    "Type a text exactly as it is. Raises `ActionError` for control characters."
+    syms, caps = [keysym_of_char(c) for c in text.replace('\r\n', '\n')], await self.x.locked()
     if caps: await self.tap('Caps_Lock')
     shift = self.keys.where[parse_keys('shift')[0]][0]
     while syms:

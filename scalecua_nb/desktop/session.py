@@ -29,7 +29,7 @@ def unpack(buffer: bytearray) -> tuple[dict, bytes] | None:
     del buffer[:PREFIX.size + n + m]
     return header, body
 
-# %% ../../nbs/desktop/session.ipynb #363188a9
+# %% ../../nbs/desktop/session.ipynb #c5bb869a
 OPENAT2, BENEATH, NO_MAGIC = 437, 0x08, 0x02
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,7 +39,8 @@ def open_beneath(
     flags: int,                              # as of os.open
     mode: int = 0,                           # permissions of a new file
 ) -> int:                                    # a file descriptor
-    "Open a file, beneath the home where the path begins there. Raises `OSError`."
+    "Open a file, beneath the home where the path begins there. Raises `OSError`, `ValueError`."
+    if '\0' in path: raise ValueError('a path cannot hold a NUL character')
     path = os.path.join(home, path[2:] if path.startswith('~/') else path)
     inside = path == home or path.startswith(home + '/')
     root = os.open(home if inside else '/', os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
