@@ -139,7 +139,7 @@ class ReaderNotebook(FilterDefaults):
         swap = {add_show_docs: add_docs_in_order, exec_show_docs: show_library_docs, rm_export: fold_exports}
         return [swap.get(p, p) for p in super().base_procs()]
 
-# %% ../../nbs/dev/reader.ipynb #f4747a3e
+# %% ../../nbs/dev/reader.ipynb #99173297
 def process_notebook(
     source: Path,           # a notebook
     target: Path,           # where the one for readers is written
@@ -149,6 +149,8 @@ def process_notebook(
     from execnb.nbio import mk_cell, read_nb, write_nb
     notebook = read_nb(source)
     if picture: notebook.cells.insert(1, mk_cell(f"![]({picture})", cell_type="markdown"))
+    for cell in notebook.cells:    # an experiment links to nbs/rl/loss.ipynb; on the site rooms and experiments are neighbours
+        if cell.cell_type == "markdown": cell.source = cell.source.replace("](../nbs/", "](../")
     ReaderNotebook()(notebook)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_nb(notebook, target)
