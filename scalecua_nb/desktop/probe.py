@@ -79,7 +79,7 @@ class Probe:
         "Hang up. Idempotent."
         self.x.close()
 
-# %% ../../nbs/desktop/probe.ipynb #bc6d58c8
+# %% ../../nbs/desktop/probe.ipynb #54fe2eb5
 @patch
 async def _press(self: Probe,
     keysyms: list[int],                      # as many as the spare keys can serve
@@ -126,7 +126,7 @@ async def holding(self: Probe,
     try: yield
     finally:
         for c in reversed(codes): self.x.fake(3, c)
-        await self.x.sync()
+        if codes: await self.x.sync()
 
 @patch
 async def tap(self: Probe, keys: str, hold: float = 0) -> None:
