@@ -128,7 +128,7 @@ async def refine_phase(parts: Local, out: Path, tasks: TaskSet, start: Progress)
     figures = await refine([*easier, *harder], out / 'refined', parts.jail, parts.desktops)
     return dict(figures, rollouts=len(episodes), turns=sum(len(e.turns) for e in episodes), easier=len(easier), harder=len(harder))
 
-# %% ../nbs/demo.ipynb #5e1baced
+# %% ../nbs/demo.ipynb #5293144a
 async def live_phase(parts: Local, out: Path) -> dict[str, Any]:
     "Paired episodes, simulated and live, and two films of the live ones."
     n = parts.config.evaluation.paired_episodes; known, _ = heldout(parts.config, n)
@@ -143,7 +143,8 @@ def policy_films(store: EpisodeStore, tasks: TaskSet, most: int = 3) -> list[dic
     episodes = [e for e in store.episodes() if e.score is not None and e.end != 'blocked']
     solved = sorted((e for e in episodes if e.score == 1), key=lambda e: -len(e.turns))[:most - 1]; failed = [e for e in episodes if e.score < 1][:1]
     what = lambda e: f'Live, {"solved" if e.score == 1 else "failed"}: {tasks.tasks[e.task_id].metadata["template"]}. Rings mark clicks.'
-    return [dict(src=data_uri(filmstrip(store.get(e.rollout_id), 192, min(4, len(e.observations)), 12)), task=tasks.tasks[e.task_id].instruction, caption=what(e)) for e in (*solved, *failed)]
+    whole = [store.get(e.rollout_id) for e in (*solved, *failed)]
+    return [dict(src=data_uri(filmstrip(e, 192, min(4, len(e.observations)), 12)), task=tasks.tasks[e.task_id].instruction, caption=what(e)) for e in whole]
 
 # %% ../nbs/demo.ipynb #b8a15ff6
 NAMES = {'calc': 'LibreOffice Calc', 'files': 'Files, editor, terminal', 'minidesk': 'MiniDesk (simulated)'}
@@ -180,7 +181,7 @@ def check_films(out: Path, most: int = 2) -> list[dict]:
                           judge='\n\n'.join(pool.functions(best.task_id).values()), caption=f'{NAMES[application]}, live: the script that proved the task, screen by screen. Rings mark clicks.'))
     return films[:most]
 
-# %% ../nbs/demo.ipynb #3d85cf09
+# %% ../nbs/demo.ipynb #a0e36a5f
 def learning_section(out: Path, config: Config, before: dict, after: dict, middle: dict | None) -> Section:
     "Reward, success, the frontier and held-out tasks."
     stages = [(name, out / folder) for name, folder in (('stage 1', 'stage1'), ('stage 3', 'stage3')) if (out / folder / 'metrics.jsonl').exists()]
@@ -190,7 +191,7 @@ def learning_section(out: Path, config: Config, before: dict, after: dict, middl
     s = Section('learning', 'The policy learns')
     s.text(f'The policy is a stock Qwen3VLForConditionalGeneration of 200 thousand parameters. It was cloned from scripts until it succeeded now and then, then trained online: {config.rl.batch_tasks} tasks with '
            f'{config.rl.rollouts_per_task} rollouts each an iteration, tasks drawn by Frontier Sampling, screenshots kept in a sliding window (K = {config.window.keep}).')
-    s.figure(learning_figure(m, [(x, r['success'], r['low'], r['high']) for x, r in marks]), 'Training success moves with the sampler, which keeps choosing tasks near one half; held-out success is the measure of learning.')
+    s.figure(learning_figure(m, [(x, r['success'], r['low'], r['high']) for x, r in marks]), 'Training success depends on which tasks the sampler chose; held-out success is the measure of learning. Without unfinished episodes reward and success coincide.')
     snaps = [(f'{name}, iteration {j["iteration"]}', np.array([r for r in j['rates'] if r is not None])) for name, folder in stages for j in map(json.loads, (folder / 'rates.jsonl').read_text().splitlines())]
     s.figure(rates_figure(snaps[:6], config.sampler.target, config.sampler.bandwidth), 'Tracked success rate of every training task.')
     table = pd.DataFrame([dict(family=f['family'], when=when, mean=f['success'], low=f['low'], high=f['high'], n=f['tasks'], group='trained' if group == 'heldout' else 'unseen')

@@ -38,7 +38,7 @@ def funnel_figure(
         headline(ax, f'{kept:.0%} of the candidates became verified tasks', f'{funnel[gates[0]].sum():,} candidates')
     return fig
 
-# %% ../nbs/report.ipynb #f22409fa
+# %% ../nbs/report.ipynb #93b15a2d
 def running_mean(
     values: Sequence[float],  # [n]
     width: int,               # window, in points
@@ -59,7 +59,7 @@ def learning_figure(
             ax.text((m.rollouts.min() + m.rollouts.max()) / 2, 1.0, stage, ha='center', va='top', fontsize=8.5, color='#555555', transform=ax.get_xaxis_transform())
             for key, c in (('success', COLOURS[0]), ('reward', COLOURS[1])):
                 ax.plot(m.rollouts, m[key], '.', color=c, alpha=.25, markersize=4)
-                ax.plot(m.rollouts, running_mean(m[key], width), color=c, label=f'{key}, training tasks' if s == 0 else None)
+                ax.plot(m.rollouts, running_mean(m[key], width), color=c, ls='-' if key == 'success' else '--', label=f'{key}, training tasks' if s == 0 else None)
         if heldout:
             x, y, lo, hi = map(np.array, zip(*heldout))
             ax.errorbar(x, y, [y - lo, hi - y], fmt='D', color=COLOURS[2], capsize=3, label='success, held-out tasks', zorder=5)

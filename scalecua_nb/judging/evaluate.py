@@ -48,7 +48,7 @@ def judging_by(
 def broke_after_acting(
     episode: Episode,  # judged, or blocked before it could be
 ) -> bool:
-    "Whether a blocked attempt may be the agent's own doing. Source: DESIGN §4, Run."
+    "Whether a blocked attempt may be the agent's own doing. Source: appendix D (incomplete episodes), extended to broken desktops."
     if not episode.blocked or not any(t.actions for t in episode.turns): return False
     if episode.end == 'blocked': return episode.cause.startswith(('DesktopError', 'SetupError'))
     return fault_of(episode.verdict) in ('desktop', 'postconfig', 'getter', 'judge error')

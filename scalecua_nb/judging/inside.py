@@ -132,7 +132,7 @@ def private_files(disk: int, inodes: int) -> None:
     os.mkdir('/tmp/cache'); os.chdir('/tmp')
 
 def limit(limits: dict[str, int]) -> None:
-    "The kernel's own limits. Source: DESIGN §5."
+    "The kernel's own limits. Source: none; the paper runs judges in the same containers."
     for what, n in (('CPU', limits['cpu']), ('AS', limits['memory']), ('FSIZE', limits['disk']), ('NOFILE', limits['files']), ('NPROC', limits['tasks']),
                     ('CORE', 0), ('MEMLOCK', 0), ('MSGQUEUE', 0)):
         resource.setrlimit(getattr(resource, f'RLIMIT_{what}'), (n, n))

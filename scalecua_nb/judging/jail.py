@@ -163,7 +163,7 @@ def _kernel_limits(m: Limits, share: int) -> dict[str, Any]:
 
 # %% ../../nbs/judging/jail.ipynb #131f2ad3
 class Jail:
-    "Fork-servers that give verdicts. Source: DESIGN §5."
+    "Fork-servers that give verdicts. Source: none; the paper runs judges in the same containers."
     def __init__(self, 
         servers: int = 1,                   # fork-servers; two keep two cores busy
         concurrent: int = 4,                # forks at once on each server

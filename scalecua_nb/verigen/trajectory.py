@@ -94,7 +94,7 @@ def phrase(
         if path[-1] == 'sheet': return 'press next'
         if len(path) != 5: continue
         w = state['windows'][path[1]]['widgets'][path[3]]; key = (w['kind'], path[-1])
-        if (*key, value) in PHRASES: return PHRASES[*key, value].format(s=w['symbol'])
+        if (*key, value) in PHRASES: return PHRASES[(*key, value)].format(s=w['symbol'])
         if key == ('menu', 'chosen'): return f'in menu {w["symbol"]} choose {value}'
         if key == ('stepper', 'value'): return f'set {w["symbol"]} to {value}'
         if key == ('file', 'folder') and value: return f'move {w["symbol"]} to {value}'
