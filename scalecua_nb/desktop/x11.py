@@ -13,7 +13,7 @@ from .base import DesktopError
 # %% auto #0
 __all__ = ['ORDER', 'X_TIMEOUT', 'XError', 'XConnection', 'Window']
 
-# %% ../../nbs/desktop/x11.ipynb #cd18f5bf
+# %% ../../nbs/desktop/x11.ipynb #211c119f
 ORDER = {'little': b'l', 'big': b'B'}[sys.byteorder]
 X_TIMEOUT = 20.                              # seconds; generous, since the caller's event loop may itself have been busy
 
@@ -35,8 +35,11 @@ class XConnection:
             self._w.write(struct.pack('=c x H H H H 2x', ORDER, 11, 0, 0, 0))
             ok, _, _, _, words = struct.unpack('=BBHHH', await self._r.readexactly(8))
             return ok, await self._r.readexactly(4 * words)
-        try: ok, body = await asyncio.wait_for(greet(), X_TIMEOUT)
-        except (OSError, EOFError, asyncio.TimeoutError) as e: raise DesktopError(f'the X server at {path} does not answer ({type(e).__name__})') from None
+        for pause in (.05, .1, .2, .4, None):                  # a server that is just coming up may hang up on its first caller
+            try: ok, body = await asyncio.wait_for(greet(), X_TIMEOUT); break
+            except (OSError, EOFError, asyncio.TimeoutError) as e:
+                if pause is None or not isinstance(e, (ConnectionResetError, EOFError)): raise DesktopError(f'the X server at {path} does not answer ({type(e).__name__})') from None
+            await asyncio.sleep(pause)
         if ok != 1: raise DesktopError(f'the X server at {path} refused the connection: {body.decode("latin1").strip()[:100]}')
         vendor, formats = struct.unpack_from('=H', body, 16)[0], body[21]
         at = 32 + (vendor + 3 & ~3) + 8 * formats
