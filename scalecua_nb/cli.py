@@ -32,6 +32,8 @@ def explain(
     if isinstance(error, Interrupted): return "interrupted; what was saved is good, and the same command (with --resume where it has one) goes on.", 130
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left on the disk{f' for {error.filename}' if error.filename else ''}; what was saved before is good: free some and go on.", 1
+    if isinstance(error, OSError) and error.filename and error.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{error.filename}: {(error.strerror or str(error)).lower()}; choose a folder that can be written.", 2
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(PACKAGE.name):
         return f"the Python package '{error.name}' is not installed; run the command as ./scalecua, which installs it.", 1
     if _ours(error): return str(error), 2 if isinstance(error, ValueError) else 1

@@ -49,6 +49,8 @@ class Phases:
             if not resume: raise ValueError(f'{out}: holds a run already; go on with it by --resume, or choose another folder with --out')
             try: self.done = json.loads(self.file.read_bytes())
             except ValueError: raise ValueError(f'{self.file}: not JSON; remove it to run every phase again') from None
+            whole = lambda p: isinstance(p, dict) and isinstance(p.get('seconds'), (int, float)) and 'result' in p
+            if not isinstance(self.done, dict) or not all(map(whole, self.done.values())): raise ValueError(f'{self.file}: not what a run writes; remove it to run every phase again')
 
     async def run(self, name: str, work: Callable[[], Awaitable[Any]]) -> Any:
         "The result of a phase: from disk where it is done, else by doing it."

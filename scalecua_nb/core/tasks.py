@@ -146,11 +146,18 @@ class TaskPool:
             h.seek(self._read)
             for line in h:
                 if not line.endswith(b'\n'): break
-                try: row = json.loads(line); rid = row['id']
-                except (ValueError, KeyError, TypeError): raise PoolError(f'{f}: the line at byte {self._read} is not a catalogue entry; restore the file or remove that line') from None
+                try: row = json.loads(line); rid = row['id']; whole = self._sound(row)
+                except (ValueError, KeyError, TypeError, RecursionError): whole = False
+                if not whole: raise PoolError(f'{f}: the line at byte {self._read} is not a catalogue entry; restore the file or remove that line')
                 old = self._rows.get(rid, {})
                 self._rows[rid] = {**old, **row, 'annotations': {**old.get('annotations', {}), **row.get('annotations', {})}}
                 self._read += len(line)
+
+    def _sound(self, row: dict) -> bool:
+        "Whether a catalogue line is an entry with the hash of its task, or annotations to an earlier one."
+        texts = lambda d: isinstance(d, dict) and all(isinstance(v, str) for v in d.values())
+        if not isinstance(row['id'], str) or not isinstance(row.get('annotations', {}), dict): return False
+        return texts(row['files']) and f'tasks/{row["id"]}.json' in row['files'] if 'files' in row else row['id'] in self._rows
 
     def _append(self, row: dict):
         f = self.path / 'catalog.jsonl'
@@ -202,11 +209,19 @@ class TaskPool:
     def __getitem__(self, id: str) -> Task:
         if id not in self._rows: raise PoolError(f'{self.path}: no task {id!r} in this pool of {len(self)}')
         rel = f'tasks/{id}.json'
-        return parse_task(json.loads(self._bytes(id, rel)), str(self.path / rel))
+        data = self._bytes(id, rel)
+        try: task = parse_task(json.loads(data), str(self.path / rel))
+        except (ValueError, RecursionError) as e:
+            if isinstance(e, TaskError): raise
+            raise TaskError(f'{self.path / rel}: not JSON ({e}); restore the file') from None
+        if task.id != id: raise TaskError(f'{self.path / rel}: id is {task.id!r}, the catalogue has {id!r}; make them the same')
+        return task
 
     def functions(self, id: str) -> dict[str, str]:
         "The judge sources of a task: function name -> source."
-        return {Path(rel).stem: self._bytes(id, rel).decode() for rel in self._rows[id]['files'] if rel.startswith('functions/')}
+        names = [rel for rel in self._rows[id]['files'] if rel.startswith('functions/')]
+        try: return {Path(rel).stem: self._bytes(id, rel).decode() for rel in names}
+        except UnicodeDecodeError as e: raise PoolError(f'{self.path}: a judge of task {id} is not UTF-8 text (byte {e.start}); add the task anew') from None
 
 class _Lock:
     def __init__(self, path): self.path = path

@@ -121,7 +121,8 @@ class _Log:
         folder.mkdir(parents=True, exist_ok=True)
         if about.exists():
             try: before = json.loads(about.read_bytes())
-            except ValueError: raise BenchmarkError(f'{about}: not JSON; remove the folder or choose another') from None
+            except ValueError: before = None
+            if not isinstance(before, dict): raise BenchmarkError(f'{about}: not a JSON object; remove the folder or choose another')
             if changed := [k for k in identity if before.get(k) != identity[k]]:
                 raise BenchmarkError(f'{folder}: holds a measurement with another {changed[0]} ({_short(before.get(changed[0]))}, now {_short(identity[changed[0]])}); choose another folder')
         else: write_atomic(about, json.dumps(identity, indent=1, sort_keys=True).encode())

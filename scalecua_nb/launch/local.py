@@ -87,8 +87,13 @@ def load_model(
     if str(source) == 'tiny': return build_tiny_model(seed=config.seed)
     folder = Path(source)
     if not (folder / 'config.json').is_file(): raise ValueError(f'{folder}: no model here (no config.json); give the folder of a saved model, or "tiny"')
+    from safetensors import SafetensorError
     from transformers import AutoModelForImageTextToText
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, config.policy.dtype)).eval()
+    try: model, told = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, config.policy.dtype), output_loading_info=True, local_files_only=True, use_safetensors=True)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as e:
+        raise ValueError(f'{folder}: no vision-language model can be read from it ({" ".join(str(e).split())[:160]}); save the model again or give another folder') from e
+    if missing := sorted(told['missing_keys']): raise ValueError(f'{folder}: the weights lack {missing[0]} and {len(missing) - 1} more that config.json asks for; save the model again or give another folder')
+    return model.eval()
 
 def desktops(
     config: Config,

@@ -7,16 +7,17 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Awaitable, Callable, Mapping
-import asyncio, json
+import asyncio, json, warnings
 from ..agent.tiny import save_tokenizer
 from ..core.config import load_preset, save_resolved
 from ..core.settings import Config
 from ..core.tasks import TaskPool, write_atomic
 from ..eval.benchmark import run_benchmark
 from .local import Local, TaskSet
-from ..rl.checkpoint import atomic_folder
+from ..rl.checkpoint import Checkpoints, atomic_folder
 from ..rl.loop import Progress, Training
-from ..rl.stages import probe, runner, train_stage
+from ..verigen.loop import only_writer
+from ..rl.stages import identity, probe, runner, train_stage
 
 # %% auto #0
 __all__ = ['run_stage', 'save_policy', 'train', 'evaluate']
@@ -48,7 +49,12 @@ async def _probed(file: Path, parts: Local, tasks: TaskSet, run, stage: str) -> 
         ids = list(tasks.tasks)[:c.stages.probe_tasks]
         rates, episodes = await probe(run, ids, c.stages.probe_rollouts, c.seed, c.sampler.success_threshold, f'{stage.replace(" ", "")}-probe')
         write_atomic(file, json.dumps(dict(rates=rates, rollouts=len(episodes), turns=sum(len(e.turns) for e in episodes))).encode())
-    return json.loads(file.read_bytes())
+    try:
+        known = json.loads(file.read_bytes())
+        fits = set(known['rates']) <= set(tasks.tasks) and all(r is None or 0 <= r <= 1 for r in known['rates'].values()) and min(known['rollouts'], known['turns']) >= 0
+    except (ValueError, KeyError, TypeError, AttributeError): fits = False
+    if not fits: raise ValueError(f'{file}: not the pass rates of this pool; remove the file to probe again, or choose another folder')
+    return known
 
 def save_policy(
     model: Any,           # the tiny policy's
@@ -76,14 +82,19 @@ def train(
 ) -> dict:                         # the counters and the last iteration's metrics
     "Train a policy online on a pool of tasks. Ctrl-C keeps the last checkpoint; the same command goes on from it."
     if not pool: raise ValueError('train: name the pool of tasks to train on with --pool, such as runs/demo/minidesk/pool')
+    if iterations < 0: raise ValueError(f'train: iterations is {iterations}; give 1 or more, or 0 for what the preset says')
     c = _config(preset, seed, **{'rl.learning_rate': learning_rate, 'sampler.kind': sampler, 'track.wandb': wandb})
     tasks = TaskSet.of_pool(TaskPool(pool))
+    if not len(tasks): raise ValueError(f'{pool}: the pool has no usable task; add tasks with verigen, or check their flags')
     async def go() -> dict:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')      # training warns of damaged checkpoints itself
+            Checkpoints(Path(out) / 'checkpoints', identity=identity(c, 'train', list(tasks.tasks))).latest()     # another run's is refused before anything is written
         async with Local(c, model or None) as parts:
             save_resolved(c, Path(out))
             p = await run_stage(parts, tasks, out, 'train', iterations or c.stages.initial_iterations)
             return dict(asdict(p), policy=str(save_policy(parts.model, Path(out) / 'policy')))
-    return asyncio.run(go())
+    with only_writer(Path(out)): return asyncio.run(go())
 
 def evaluate(
     pool: str = '',                # folder of a task pool

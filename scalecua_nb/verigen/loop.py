@@ -268,6 +268,7 @@ async def synthesise(
     "Synthesise verified tasks into a pool. Interrupted, it keeps what was accepted; run again, it goes on."
     known = grammars(); out = Path(out); start = time.monotonic()
     if unknown := [a for a in applications if a not in known]: raise ValueError(f'applications: {unknown[0]!r} has no task grammar; there are {", ".join(known)}')
+    if not applications: raise ValueError(f'applications: none is named; there are {", ".join(known)}')
     if count < 1 or workers < 1: raise ValueError(f'count and workers must be at least 1, got {count} and {workers}')
     if unknown := [w for w in without if w not in ('rules', 'checker')]:
         raise ValueError(f'without: there is no role {unknown[0]!r} to switch off; there are rules and checker')
