@@ -1,7 +1,8 @@
 "Damaged files, wrong folders and second runs: one sentence that names the file, status 2 for the caller's mistake, nothing overwritten."
-import asyncio, hashlib, json
+import asyncio, errno, hashlib, json
 from types import SimpleNamespace
 import pytest
+from safetensors import SafetensorError
 from scalecua_nb.cli import main
 from scalecua_nb.core.tasks import PoolError, TaskError, TaskPool, parse_task
 from scalecua_nb.demo import Phases
@@ -10,7 +11,7 @@ from scalecua_nb.core.config import load_preset
 from scalecua_nb.eval.benchmark import BenchmarkError, _Log
 from scalecua_nb.launch.local import TaskSet, load_model
 from scalecua_nb.launch.train import _probed, save_policy, train
-from scalecua_nb.rl.checkpoint import Checkpoints, OtherRun
+from scalecua_nb.rl.checkpoint import CheckpointError, Checkpoints, OtherRun, atomic_folder
 from scalecua_nb.verigen.loop import only_writer
 
 TASK = dict(id="one", instruction="press A", snapshot="minidesk", evaluator=dict(func="check_a", result=dict(type="a")))
@@ -107,3 +108,10 @@ def test_the_commands_say_what_is_wrong(tmp_path, pool, capsys):
     empty = TaskPool(tmp_path / "empty", create=True); (empty.path / "catalog.jsonl").write_text("")
     refused(capsys, "train", "--pool", empty.path, "--out", tmp_path / "t", naming=empty.path)
     assert not (tmp_path / "v").exists() and not (tmp_path / "t").exists()
+
+def test_a_disk_that_fills_up_under_the_weights_is_named(tmp_path):
+    def fill(folder): raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    points = Checkpoints(tmp_path); points.save(1, {})
+    with pytest.raises(CheckpointError, match="no space left on the disk.*step 1, is intact"): points.save(2, {}, dict(trainer=fill))
+    with pytest.raises(OSError, match="no space left") as error, atomic_folder(tmp_path / "policy") as work: fill(work)
+    assert error.value.errno == errno.ENOSPC and not (tmp_path / "policy").exists() and points.steps() == [1]

@@ -8,6 +8,7 @@ __all__ = ['FORMAT', 'HASH_UP_TO', 'CheckpointError', 'OtherRun', 'atomic_folder
 
 # %% ../../nbs/rl/checkpoint.ipynb #5daa5aa0
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 # %% ../../nbs/rl/checkpoint.ipynb #06b5c1dc
 class CheckpointError(RuntimeError):
@@ -54,9 +56,11 @@ def atomic_folder(
         if path.exists(): os.rename(path, old)
         os.rename(work, path)
         shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
+    except BaseException as e:
         shutil.rmtree(work, ignore_errors=True)
-        raise
+        if not isinstance(e, SafetensorError): raise
+        full = "os error 28" in str(e)      # safetensors has no error of its own for a full disk
+        raise OSError(errno.ENOSPC if full else errno.EIO, "no space left on the disk" if full else str(e), str(path)) from e
     fd = os.open(path.parent, os.O_RDONLY)
     try: os.fsync(fd)
     finally: os.close(fd)
