@@ -44,7 +44,7 @@ class Attempt:
         "What is kept of a judged episode."
         return cls(episode.task_id, family, index, episode.score, episode.end or '', len(episode.turns), round(episode.seconds, 3), episode.cause or (episode.verdict.detail if episode.verdict else ''))
 
-# %% ../../nbs/eval/benchmark.ipynb #c3719ce3
+# %% ../../nbs/eval/benchmark.ipynb #d3ca01e1
 @dataclass
 class Result:
     "Attempts of a policy at a set of tasks, and what follows from them."
@@ -101,7 +101,8 @@ class Result:
     def __str__(self):
         s, (low, high), pc = self.success, self.interval(), lambda x: 'n/a' if np.isnan(x) else f'{100 * x:.1f}'
         return (f'success {pc(s.mean)} %' + (f' ± {pc(s.std)} over {s.passes} passes' if s.passes > 1 else '') + f', 95 % interval over {len({a.task_id for a in self.attempts})} tasks {pc(low)} to {pc(high)}, '
-                f'mean score {pc(self.score.mean)}; blocked {pc(self.blocked)} % of {len(self.attempts)} attempts')
+                f'mean score {pc(self.score.mean)}; blocked {pc(self.blocked)} % of {len(self.attempts)} attempts'
+                + (f'; {broke} attempts score 0 because desktop or judge broke twice after the policy acted: see their notes' if (broke := sum(a.end == "agent_broke" for a in self.attempts)) else ''))
 
 def alike(
     a: Result,
