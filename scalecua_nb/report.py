@@ -108,7 +108,7 @@ def heldout_figure(
         headline(ax, 'Success on new seeds and layouts, by family', 'bars: 95 % Wilson intervals')
     return fig
 
-# %% ../nbs/report.ipynb #16c45edb
+# %% ../nbs/report.ipynb #899653c9
 def seconds_figure(
     seconds: Mapping[str, float],   # phase -> seconds, in the order run
 ) -> Figure:
@@ -133,7 +133,7 @@ def step_figure(
         total = metrics[[f'seconds/{k}' for k in parts]].sum().sum(); most = max(parts, key=lambda k: metrics[f'seconds/{k}'].sum())
         headline(a, f'{metrics[f"seconds/{most}"].sum() / total:.0%} of an iteration is {most}')
         b.plot(metrics.rollouts, running_mean(metrics.segments / metrics.episodes, w), color=COLOURS[0], label='segments'); b.plot(metrics.rollouts, running_mean(metrics.turns / metrics.episodes, w), color=COLOURS[3], label='turns (step-wise items)')
-        b.set(xlabel='rollouts, probing counted', ylabel='an episode'); b.set_ylim(0); b.legend(loc='upper center', bbox_to_anchor=(.5, -.2), ncols=2)
+        b.set(xlabel='rollouts, probing counted', ylabel='items an episode'); b.set_ylim(0); b.legend(loc='upper center', bbox_to_anchor=(.5, -.2), ncols=2)
         headline(b, 'Training items an episode')
     return fig
 
