@@ -333,7 +333,7 @@ asyncio.run(main())
 
 def in_a_container(setup):
     "Run the script as root of a user namespace that has no other user."
-    if subprocess.run(['unshare', '-Ur', 'true'], capture_output=True).returncode: pytest.skip('needs unshare and user namespaces')
+    if subprocess.run(['unshare', '-Ur', 'true'], capture_output=True).returncode: pytest.skip('needs unshare (apt-get install util-linux) and user namespaces (sysctl -w user.max_user_namespaces=15000)')
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([os.getcwd(), *sys.path]), 'PYTHON': sys.executable, 'SCRIPT': SCRIPT}
     return subprocess.run(['unshare', '-Ur', 'sh', '-c', setup + '"$PYTHON" -c "$SCRIPT"'], env=env, capture_output=True, text=True, timeout=60).stdout
 

@@ -327,7 +327,7 @@ asyncio.run(main())
 '''
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason='the whole suite runs without root already')
+@pytest.mark.skipif(os.geteuid() != 0, reason='starts the suite's desktop as another user, so run it as root; without root every other test here covers it')
 def test_it_works_without_root(tmp_path):
     for d in (tmp_path, *tmp_path.parents[:2]): d.chmod(0o755)
     home = tmp_path / 'home'; home.mkdir(); os.chown(home, 65534, 65534)
@@ -402,7 +402,7 @@ def test_missing_namespaces_are_explained(tmp_path, monkeypatch):
     finally: check.cache_clear()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason='mounting a small disk needs root')
+@pytest.mark.skipif(os.geteuid() != 0, reason='mounting a small disk needs root: run pytest as root')
 def test_a_full_disk_is_told():
     code = 'import asyncio\nfrom scalecua_nb.desktop.sandbox import SandboxDesktop\nasync def main():\n  try: await SandboxDesktop().start()\n  except Exception as e: print(type(e).__name__, e)\nasyncio.run(main())'
     r = subprocess.run(['unshare', '-m', 'sh', '-c', 'mount -t tmpfs -o size=64k none /mnt && SCALECUA_STATE=/mnt/s exec "$0" -c "$1"', sys.executable, code], capture_output=True, text=True, timeout=120)
