@@ -327,7 +327,7 @@ asyncio.run(main())
 '''
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason='starts the suite's desktop as another user, so run it as root; without root every other test here covers it')
+@pytest.mark.skipif(os.geteuid() != 0, reason='starts a desktop as another user, so run it as root; without root every other test here covers it')
 def test_it_works_without_root(tmp_path):
     for d in (tmp_path, *tmp_path.parents[:2]): d.chmod(0o755)
     home = tmp_path / 'home'; home.mkdir(); os.chown(home, 65534, 65534)
